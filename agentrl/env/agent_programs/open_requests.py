@@ -11,9 +11,9 @@ was read is a new request, however often it comes.
 Whose fault is a lost answer (law 3)? Ours, if the program waited for nothing else: no answer was read while it waited.
 Otherwise only patience decides: a client that leaves sooner than an answer has taken before was not driven away by us.
 A program that asks several things at once may give one up because of another's answer, and does so at once; a client
-that waits longer, also behind others in our queue, has lost its patience. In a box the policy's own code can send
-requests and kill the client that waits: there time in the queue says nothing, as the policy can fill it. Before the
-first answer nothing is the policy's doing. Never knows sockets, programs or tokens.
+that waits longer, also behind others in our queue, has lost its patience. Before the first answer nothing is the
+policy's doing. In a box everything after it may be: the policy's own code can fill our queue, wait as long as it likes
+and kill the client, and a bad episode would leave the loss. Never knows sockets, programs or tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Pending:
     asked_s: float
     answers_before: int
     """How many answers were read when it was asked."""
-    began_s: float | None = None
-    """When the policy began to answer it."""
     clients: int = 0
     """Connections that wait for the reply."""
     reply: Reply | None = None
@@ -89,7 +87,9 @@ class LostAnswer:
 # then it is queued as a question of its own, and takes the place when the old client leaves (`_pass_on`).
 #
 # The price: if a program asks twice side by side and gives one of them up, the other one may get the answer that was
-# meant for the first. Nobody would have read that answer, so no sample is lost.
+# meant for the first. Nobody would have read that answer, so no sample is lost. And in a box a program that does not
+# ask again, though we were slow, is scored: no time that we measure tells it from one that the policy has killed, since
+# the policy chooses how long its answers take. Most clients ask again, and are not scored for that.
 #
 # Law 3 rests on this: a turn that nobody read is masked, and a program that ends because we were slow is not scored.
 # `tests/env/programs/test_open_requests.py` has each order of events, `test_lost_answers.py` beside it has real
@@ -136,7 +136,7 @@ class OpenRequests:
         if delivered:
             pending.is_read = True
             self._answers += 1
-            self._longest_s, self._read_s = max(self._longest_s, self._waited_s(pending, now)), now
+            self._longest_s, self._read_s = max(self._longest_s, now - pending.asked_s), now
             # An answer to the same question was read after all, so its loss explains nothing that the program did.
             self._lost = [lost for lost in self._lost if lost.conversation != pending.conversation]
             return
@@ -159,7 +159,6 @@ class OpenRequests:
             return None
         self._settle(now)
         pending = self._current = self._queue.pop(0)
-        pending.began_s = now
         return pending
 
     def answer(self, reply: Reply) -> None:
@@ -213,17 +212,12 @@ class OpenRequests:
         return [pending for pending in (*current, *self._queue) if pending.repeats(path, conversation)]
 
     def _lost_by(self, pending: Pending, now: float) -> LostAnswer:
-        waits_for_us_alone = not self._shares_box and pending.answers_before == self._answers
-        is_patient = self._waited_s(pending, now) >= self._longest_s
-        reacts = not self._shares_box and now - self._read_s < _LEAST_S
-        is_ours = self._answers == 0 or waits_for_us_alone or (is_patient and not reacts)
-        return LostAnswer(pending.conversation, now - pending.asked_s, pending.answers_before, is_ours)
-
-    def _waited_s(self, pending: Pending, now: float) -> float:
-        """The seconds that a request has waited for us so far."""
-        # In a box the policy's code can fill the queue, so time in the queue does not count there.
-        since_s = pending.began_s if self._shares_box else pending.asked_s
-        return 0.0 if since_s is None else now - since_s
+        waited_s = now - pending.asked_s
+        waits_for_us_alone = pending.answers_before == self._answers
+        is_patient, reacts = waited_s >= self._longest_s, now - self._read_s < _LEAST_S
+        drove_it_away = waits_for_us_alone or (is_patient and not reacts)
+        is_ours = self._answers == 0 or (drove_it_away and not self._shares_box)
+        return LostAnswer(pending.conversation, waited_s, pending.answers_before, is_ours)
 
     def _pass_on(self, pending: Pending) -> None:
         """Let a queued request for the same conversation take the place of one that was left: its client sent it again
@@ -231,7 +225,7 @@ class OpenRequests:
         for other in self._queue:
             if other.repeats(pending.path, pending.conversation):
                 self._queue.remove(other)
-                other.began_s, other.asked_s = pending.began_s, pending.asked_s
+                other.asked_s = pending.asked_s
                 self._current = other
                 if pending.reply is not None:
                     other.answer(pending.reply)

@@ -94,9 +94,8 @@ def test_requests_side_by_side_are_bounded() -> None:
     ("shares_box", "took_s", "waited_s", "ours"),
     [
         (False, 2.0, 0.01, True),  # nothing else was waited for: we were too slow for it
-        (True, 2.0, 1.0, False),  # it had waited longer before: it was killed, or the policy's own
-        (True, 2.0, 3.0, True),  # longer than ever
-        (True, 0.01, 0.1, False),  # no time that a client minds
+        (True, 2.0, 1.0, False),  # in a box it may have been killed by the policy
+        (True, 2.0, 1e6, False),  # which can wait for an answer that takes longer than all before
         (True, None, 0.01, True),  # before any answer nothing is the policy's doing
     ],
 )
