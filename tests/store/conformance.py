@@ -6,6 +6,7 @@ fixture `offer`, see `test_conformance`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ __all__ = [
     "test_a_learner_that_another_has_followed_changes_nothing_any_more",
     "test_a_lost_task_is_played_again_before_new_ones",
     "test_a_rollback_puts_back_what_came_after_it_and_no_more",
+    "test_a_sample_of_many_steps_has_the_first_the_last_some_between_and_those_that_are_asked_for",
     "test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker",
     "test_an_episode_waits_for_its_sources_and_each_score_counts_once",
     "test_each_member_is_trained_once",
@@ -382,3 +384,26 @@ async def test_failures_are_played_again_once_they_are_asked_for(offer: Offer) -
     again = [(one.group_id, one.member, one.trial) for one in await claim(offer, worker="next")]
     assert sorted(again) == [(1, 0, 1), (2, 0, 1), (4, 0, 0), (4, 1, 0), (4, 2, 0)]
     assert offer.read.metrics.endings() == {StopReason.DONE: 3, StopReason.ENGINE_FAILED: 3}
+
+
+async def test_a_sample_of_many_steps_has_the_first_the_last_some_between_and_those_that_are_asked_for(
+    offer: Offer,
+) -> None:
+    """More rows than one statement reads."""
+    written, read = offer.learner.metrics, offer.read.metrics
+    for step in range(1, 601):
+        written.record("step", step, {"n": step})
+    written.record("other", 3, {"n": -1})
+    assert read.sample("step", 600) == read.values("step")
+    found = [row.step for row in read.sample("step", 80, near=[333, 477], reach=2)]
+    assert all(row.values == {"n": row.step} for row in read.sample("step", 80))
+    assert found == sorted(set(found)) and len(found) <= 80 + 20
+    assert {*range(1, 21), *range(561, 601), *range(331, 336), *range(475, 480)} <= set(found)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert max(gaps) <= 27
+    assert [row.step for row in read.sample("step", 1)] and not read.sample("none", 5)
+    offer.learner.versions.confirm_version(offer.learner.versions.mint_version(1))
+    offer.learner.lineage.checkpoint(1, offer.learner.versions.current_version(), "/checkpoints/1")
+    offer.learner.lineage.rollback(1)
+    written.record("step", 2, {"n": -2})
+    assert [row.values for row in read.sample("step", 80)] == [{"n": 1}, {"n": -2}], "undone steps are none"

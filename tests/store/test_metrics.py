@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -108,19 +107,3 @@ def test_a_tally_sums_up_and_empties() -> None:
         "once_max": -2.0,
     }
     assert tally.flush() == {}
-
-
-def test_a_sample_of_many_steps_has_the_first_the_last_some_between_and_those_that_are_asked_for(
-    store: RunStore,
-) -> None:
-    for step in range(1, 1001):
-        store.metrics.record("step", step, {"n": step})
-    store.metrics.record("other", 3, {"n": -1})
-    assert store.metrics.sample("step", 1000) == store.metrics.values("step")
-    found = [row.step for row in store.metrics.sample("step", 80, near=[333, 777], reach=2)]
-    assert all(row.values == {"n": row.step} for row in store.metrics.sample("step", 80))
-    assert found == sorted(set(found)) and len(found) <= 80 + 20
-    assert {*range(1, 21), *range(961, 1001), *range(331, 336), *range(775, 780)} <= set(found)
-    gaps = [after - before for before, after in itertools.pairwise(found)]
-    assert max(gaps) <= 47
-    assert [row.step for row in store.metrics.sample("step", 1)] and not store.metrics.sample("none", 5)
