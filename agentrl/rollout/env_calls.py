@@ -5,9 +5,10 @@ Owns to whom a call's time counts and which error its failure becomes; never kno
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentrl import registry
 from agentrl.env import as_async, sync_async
@@ -21,6 +22,11 @@ from agentrl.records import LARGEST, StopReason, Task, Trajectory
 def make_env(task: Task) -> AsyncEnv:
     """The environment of a task, by its id or `module:attribute` reference; a plain gymnasium.Env is wrapped."""
     return as_async(registry.resolve("environments", task.env)(**task.kwargs))
+
+
+ENDS_A_PROCESS: Final = (SystemExit, asyncio.CancelledError)
+"""Errors beside Exception that an author's code may raise: a parser of arguments exits, asyncio cancels its own tasks.
+Either would end the worker with all its episodes. `trio.Cancelled` and KeyboardInterrupt are not the author's."""
 
 
 class TimeUp(Exception):
@@ -49,6 +55,8 @@ class EnvCalls:
                     return await call()
             except AgentRLError as error:
                 failed = error
+            except ENDS_A_PROCESS as error:
+                failed = EnvError(f"{where} raised {one_line(error)}")
             finally:
                 self.seconds += watch.seconds if acted else 0.0
         if watch.over is Whose.POLICY and acted:

@@ -16,7 +16,7 @@ from agentrl.errors import EnvError, InfrastructureError, PolicyFault, boundary
 from agentrl.protocols import AsyncEnv, KeyedEnv, SnapshotEnv
 from agentrl.records import Json, ShownTools, Step, StopReason, Task, Turn
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line
+from agentrl.rollout.env_calls import ENDS_A_PROCESS, EnvCalls, TimeUp, one_line
 from agentrl.rollout.take_snapshots import prepare
 
 ToolSchemas = Sequence[Mapping[str, Json]]
@@ -68,8 +68,11 @@ class LiveEnv:
             return
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
             where = f"{self.task.env}: close raised"
-            with boundary(EnvError, where, passes=(InfrastructureError,), place=True):
-                await env.aclose()
+            try:
+                with boundary(EnvError, where, passes=(InfrastructureError,), place=True):
+                    await env.aclose()
+            except ENDS_A_PROCESS as error:
+                raise EnvError(f"{where} {one_line(error)}") from error
 
     async def reset(self) -> None:
         """Reset the environment for the task; `latest` then holds its first messages."""

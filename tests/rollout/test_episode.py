@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -157,19 +158,22 @@ async def test_law_3_an_answer_that_is_none_costs_the_episode_not_the_worker(
     assert not store.reads.trajectory(claim.episode_id).scored
 
 
-@pytest.mark.parametrize("method", ["aclose", "tool_schemas"])
+@pytest.mark.parametrize("method", ["aclose", "tool_schemas", "astep"])
+@pytest.mark.parametrize(
+    "error", [KeyError("handle"), SystemExit("handle"), asyncio.CancelledError("handle")], ids=repr
+)
 async def test_law_3_what_else_an_environment_raises_costs_the_episode_too(
-    claim_one: Any, context: Any, method: str
+    claim_one: Any, context: Any, method: str, error: BaseException
 ) -> None:
-    def raising() -> None:
-        raise KeyError("handle")
+    def raising(*_: Any) -> None:
+        raise error
 
     env = ScriptedEnv([done()])
     setattr(env, method, raising)
     ending = await play(claim_one(), context(env))
-    what = {"aclose": "close"}.get(method, method)
+    what = {"aclose": "close", "astep": "step"}.get(method, method)
     assert ending.stop_reason is StopReason.ENV_FAILED
-    assert split_place(ending.detail)[0] == f"test/Env: {what} raised KeyError: 'handle'"
+    assert split_place(ending.detail)[0] == f"test/Env: {what} raised {type(error).__name__}: {error}"
 
 
 async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, claim_one: Any, context: Any) -> None:

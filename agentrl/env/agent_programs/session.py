@@ -9,6 +9,7 @@ its requests; a request to another path is refused before its body is read.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -28,6 +29,7 @@ from trio.lowlevel import RunVar
 from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, apis, event_text
 from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
 from agentrl.env.agent_programs.request_checks import UnservedRequest
+from agentrl.errors import matters
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.http.bounds import ServerBounds
@@ -339,8 +341,8 @@ class Running:
         try:
             with self._scope:
                 ended = Ended(result=await _execute(self._program, session, self._box))
-        except Exception as error:  # a boundary: what the program raised is data for whoever waits
-            ended = Ended(error=error)
+        except (Exception, SystemExit, asyncio.CancelledError, BaseExceptionGroup) as error:
+            ended = _ended_by(error)
         finally:
             self._ended = ended
             self._news.set()
@@ -406,6 +408,23 @@ def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
     if not body.get("stream"):
         return Response(200, api.write(reply, body))
     return Response(200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body)))
+
+
+def _ended_by(error: BaseException) -> Ended:
+    """The end of a program that raised `error`. A main function ends by `sys.exit`, and asyncio's cancellation may come
+    out of a program's own loop: in this task, which is nobody's, either would end the worker with all its episodes."""
+    if isinstance(error, Exception):
+        return Ended(error=error)
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        if group.subgroup((trio.Cancelled, KeyboardInterrupt)) is not None:
+            raise group  # this loop ends
+        error = matters(group)
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return Ended()
+        return Ended(error=RuntimeError(f"the program called sys.exit({error.code!r})"))
+    return Ended(error=RuntimeError(f"the program raised {type(error).__name__}: {error}"))
 
 
 async def _execute(program: Program | Sequence[str], session: Session, box: Sandbox | None) -> Any:

@@ -1,5 +1,8 @@
 """Agent programs as environments, spoken to over real sockets: the conversation, forks, ends, and what stays behind."""
 
+import argparse
+import asyncio
+import inspect
 import json
 import os
 import signal
@@ -343,6 +346,45 @@ async def test_a_program_that_fails_is_named_with_its_cause():
 
     async with ProgramEnv(asks_nothing) as env:
         with pytest.raises(EnvError, match="ended before its first request: it returned 3"):
+            await env.areset(seed=0)
+
+
+def leave(session):
+    argparse.ArgumentParser().parse_args(["--unknown"])
+
+
+async def leave_from_a_nursery(session):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        leave(session)
+
+
+def cancel(session):
+    raise asyncio.CancelledError
+
+
+@each_case(
+    ("leaves", "why"),
+    [
+        (leave, "RuntimeError: the program called sys.exit(2)"),
+        (leave_from_a_nursery, "RuntimeError: the program called sys.exit(2)"),
+        (cancel, "RuntimeError: the program raised CancelledError: "),
+        (lambda session: sys.exit(), None),
+    ],
+)
+async def test_law_3_a_program_that_exits_ends_its_episode_and_not_the_worker(leaves, why):
+    async def program(session):
+        await ask(session, CHAT, messages=[user("x")])
+        answer = leaves(session)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async with ProgramEnv(program) as env:
+        await env.areset(seed=0)
+        _, _, terminated, _, info = await env.astep("y")
+        assert terminated and info.get("program_error") == why
+
+    async with ProgramEnv(leaves) as env:
+        with pytest.raises(EnvError, match="ended before it asked anything"):
             await env.areset(seed=0)
 
 
