@@ -253,7 +253,7 @@ class Responses(Api):
         return Conversation((*opening, *before, *_merged(items)), _functions(body, is_flat=True))
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
-        self._earlier[f"resp_{reply.id}"] = (*conversation.messages, reply.message)
+        self._earlier[f"resp_{reply.id}"] = (*conversation.messages, cast("Message", _chat_reply(reply)))
 
     def write(self, reply: Reply, body: Fields) -> Json:
         return self._response(reply, body, "incomplete" if reply.is_cut else "completed", self._output(reply))
@@ -295,6 +295,9 @@ class Responses(Api):
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
         output: list[dict[str, Any]] = []
+        if reply.thoughts:
+            thoughts: list[Json] = [{"type": "reasoning_text", "text": reply.thoughts}]
+            output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": list[Json](), "content": thoughts})
         if reply.text or not reply.calls:
             content: list[Json] = [_text_part(reply.text)]
             status = "incomplete" if reply.is_cut else "completed"
@@ -327,7 +330,7 @@ class AnthropicMessages(Api):
 
     def _read(self, body: Fields) -> Conversation:
         system = body.get("system")
-        opening = (Message(role="system", content=text_of(system)),) if system else ()
+        opening = (Message(role="system", content=_content(system)),) if system else ()
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
         messages = [
             part for number, message in enumerate(entries) for part in _anthropic_parts(message, f"messages[{number}]")
@@ -346,7 +349,13 @@ class AnthropicMessages(Api):
         return Conversation((*opening, *messages), tuple(tools), tuple(body.get("stop_sequences") or ()))
 
     def write(self, reply: Reply, body: Fields) -> Json:
-        content: list[Json] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+        content: list[Json] = []
+        if reply.thoughts and kind_not_in("enabled", "adaptive")(body.get("thinking")):
+            note("thoughts are not given to a client that does not ask for thinking")
+        elif reply.thoughts:
+            content.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+        if reply.text or not reply.calls:
+            content.append({"type": "text", "text": reply.text})
         for index, call in enumerate(reply.calls):
             use = {"type": "tool_use", "id": reply.call_id(index), "name": call.name}
             content.append({**use, "input": dict(call.arguments)})
@@ -362,8 +371,9 @@ class AnthropicMessages(Api):
         ]
         for index, block in enumerate(written["content"]):
             empty: dict[str, Any]
-            if block["type"] == "text":
-                empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+            if block["type"] in ("text", "thinking"):
+                key = block["type"]
+                empty, delta = {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}
             else:
                 empty = {"type": "tool_use", "id": block["id"], "name": block["name"], "input": dict[str, Json]()}
                 delta = {"type": "input_json_delta", "partial_json": dump(block["input"])}
@@ -415,6 +425,18 @@ _OF_MESSAGE: Final = frozenset(
 )
 """Keys that are read, and those that clients repeat from an answer without a meaning for the next one."""
 _UNKNOWN_KEY: Final = "a key of a message that is not known is left out"
+_OF_ITEM: Final = {
+    "reasoning": frozenset({"type", "id", "summary", "content", "status"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status"}),
+    "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
+}
+"""Keys of the items of the responses API that are no messages."""
+_OF_BLOCK: Final = {
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "cache_control"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+}
+"""Keys of the blocks of Anthropic's messages that are no text."""
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"})
 _OF_PART: Final = frozenset({"type", "text", "annotations", "logprobs", "citations", "cache_control", "id"})
 _OF_TOOL: Final = frozenset(
@@ -466,6 +488,10 @@ def _item_events(index: int, item: Fields) -> Iterable[dict[str, Any]]:
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
         yield {"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": arguments}
+    elif item["type"] == "reasoning":
+        text = item["content"][0]["text"]
+        yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
+        yield {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": text}
     else:
         part = item["content"][0]
         spoken: dict[str, Any] = {**place, "content_index": 0}
@@ -482,6 +508,8 @@ def _on_offer(body: Fields, is_function: Callable[[Fields], bool]) -> list[Field
     choice: Any = body.get("tool_choice")
     tools = objects(body.get("tools") or [], "tools", MOST_TOOLS)
     functions = [tool for tool in tools if is_function(tool)]
+    if any(cast("Fields", tool.get("function") or tool).get("strict") is True for tool in functions):
+        note("arguments are sampled freely, whatever a tool's strict says")
     for number, tool in enumerate(functions):
         _note_unknown(tool, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{number}]")
     if len(functions) < len(tools):
@@ -527,7 +555,8 @@ def _note_unknown(fields: Fields, known: frozenset[str], what: str, where: str) 
 
 def _chat_message(message: Fields, where: str) -> Message:
     role = text_at(message, "role", where)
-    read = Message(role="system" if role == "developer" else role, content=_content(message.get("content")))
+    content = _content(message.get("content")) or _refusal(message)
+    read = Message(role="system" if role == "developer" else role, content=content)
     if message.get("function_call") is not None:
         raise UnservedRequest(f"{where}.function_call is not served: give tool_calls")
     if message.get("tool_calls"):
@@ -539,12 +568,24 @@ def _chat_message(message: Fields, where: str) -> Message:
         if message.get(key):
             read[key] = text_at(message, key, where)
     thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if thoughts != (message.get("reasoning") or thoughts):
+        note("reasoning beside another reasoning_content is left out", place=where)
+    if message.get("reasoning_details") and not thoughts:
+        note("reasoning_details without their text in reasoning are left out", place=where)
+    if message.get("audio"):
+        note("audio of a message is left out", place=where)
     if thoughts:
         if not isinstance(thoughts, str):
             raise UnservedRequest(f"{where}.reasoning_content = {shown(thoughts)}: give a text")
         cast("dict[str, Json]", read)["reasoning_content"] = thoughts
     _note_unknown(message, _OF_MESSAGE, _UNKNOWN_KEY, where)
     return read
+
+
+def _refusal(message: Fields) -> str:
+    """The words of an answer that has no content, since OpenAI's models refuse in a key of its own."""
+    refusal = message.get("refusal")
+    return refusal if isinstance(refusal, str) else ""
 
 
 def _chat_call(call: Fields, where: str) -> dict[str, Json]:
@@ -571,6 +612,8 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         where = f"input[{number}]"
+        if kind in _OF_ITEM:
+            _note_unknown(item, _OF_ITEM[kind], "a key of an item that is not known is left out", where)
         if kind == "reasoning":
             texts = [*(item.get("summary") or ()), *(item.get("content") or ())]
             thoughts = "\n".join(filter(None, (thoughts, _content(texts))))
@@ -593,6 +636,8 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
             note("an item that is no message, function call or reasoning is left out", place=f"{where}: {shown(kind)}")
         if thoughts and messages and messages[-1]["role"] == "assistant":
             cast("dict[str, Json]", messages[-1]).setdefault("reasoning_content", thoughts)
+        elif thoughts:
+            note("reasoning without an answer behind it is left out", place=where)
         thoughts = ""
     return messages
 
@@ -604,6 +649,9 @@ def _anthropic_parts(message: Fields, where: str) -> Iterable[Message]:
     if isinstance(content, str):
         return [Message(role=role, content=content)]
     blocks = objects(content if content is not None else [], f"{where}.content", MOST_MESSAGES)
+    for block in blocks:
+        known = _OF_BLOCK.get(block.get("type", ""), block.keys())
+        _note_unknown(block, frozenset(known), "a key of a block that is not known is left out", f"{where}.content")
     results = [
         Message(
             role="tool",
@@ -618,7 +666,7 @@ def _anthropic_parts(message: Fields, where: str) -> Iterable[Message]:
     rest = [block for block in blocks if block.get("type") not in _ANTHROPIC_BLOCKS]
     if any(block.get("type") == "redacted_thinking" for block in blocks):
         note("redacted thoughts are left out", place=where)
-    if not rest and not uses:
+    if not rest and not uses and not thoughts:
         return results
     spoken = Message(role=role, content=_content(rest))
     if uses:

@@ -174,6 +174,66 @@ def test_the_thoughts_of_earlier_answers_stay() -> None:
         assert (message["role"], message["reasoning_content"]) == ("assistant", "two and two")
 
 
+def test_the_thoughts_of_an_answer_reach_its_client_and_come_back() -> None:
+    reply = Reply("1", "4", thoughts="two and two")
+    spoken, thinking = AnthropicMessages(), {"thinking": {"type": "adaptive"}}
+    block: Any = spoken.write(reply, thinking)
+    assert [part["type"] for part in block["content"]] == ["thinking", "text"]
+    events: list[Any] = [data for _, data in spoken.events(reply, thinking)]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert deltas[0] == {"type": "thinking_delta", "thinking": "two and two"}
+    again = read(ANTHROPIC, messages=[USER, {"role": "assistant", "content": block["content"]}])
+    assert again.messages[1].get("reasoning_content") == "two and two"
+    before = noticed("thoughts are not given")
+    plain: Any = spoken.write(reply, {})
+    assert [part["type"] for part in plain["content"]] == ["text"] and noticed("thoughts are not given") == before + 1
+
+    api = Responses()
+    items: Any = api.write(reply, {})
+    sent_back = api.read({"input": [USER, *items["output"]]})
+    api.remember(Conversation((USER,)), reply)  # pyright: ignore[reportArgumentType]
+    by_id = api.read({"input": [USER], "previous_response_id": items["id"]})
+    assert sent_back.messages[1].get("reasoning_content") == by_id.messages[1].get("reasoning_content") == "two and two"
+
+
+def test_an_answer_that_is_a_refusal_or_thoughts_alone_is_no_empty_one() -> None:
+    refused = read(CHAT, messages=[USER, {"role": "assistant", "content": None, "refusal": "No."}])
+    assert refused.messages[1]["content"] == "No."
+    thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
+    thought: Any = read(ANTHROPIC, messages=[USER, {"role": "assistant", "content": [thinking]}]).messages[1]
+    assert (thought["content"], thought["reasoning_content"]) == ("", "hm")
+
+
+CALLS = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+GIVES = {"type": "function_call_output", "call_id": "c", "output": "y"}
+USES = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "y"}
+DETAILS = [{"type": "reasoning.text", "text": "hm"}]
+
+
+@each_case(
+    ("path", "body", "what"),
+    [
+        (ANTHROPIC, {"messages": [USER, USES, {"role": "user", "content": [{**RESULT, "is_error": True}]}]}, "a block"),
+        (ANTHROPIC, {"system": [{"type": "text", "text": "s", "new": 1}]}, "a key of a part"),
+        (ANTHROPIC, {"system": [{"type": "image", "source": {}}]}, "parts that are no text"),
+        (RESPONSES, {"input": [USER, {**CALLS, "new": 1}, GIVES]}, "a key of an item"),
+        (RESPONSES, {"input": [USER, CALLS, {**GIVES, "new": 1}]}, "a key of an item"),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, USER]}, "an item"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": DETAILS}, USER]}, "reasoning without an answer"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "", "audio": {"id": "a"}}, USER]}, "audio of a message"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "", "reasoning_details": DETAILS}]}, "reasoning_details"),
+        (CHAT, {"messages": [{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}]}, "beside another"),
+        (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}, "sampled freely"),
+        (RESPONSES, {"tools": [{"type": "function", **FUNCTION, "strict": True}]}, "sampled freely"),
+    ],
+)
+def test_what_a_message_or_tool_has_and_no_template_shows_is_named(path: str, body: dict[str, Any], what: str) -> None:
+    before = noticed(what)
+    read(path, **body)
+    assert noticed(what) == before + 1
+
+
 def test_a_client_that_repeats_some_thoughts_and_leaves_out_others_makes_no_fork() -> None:
     said = {"role": "assistant", "content": "4"}
     before = read(CHAT, messages=[USER, {**said, "reasoning_content": "t"}, USER])
@@ -224,7 +284,7 @@ def test_an_answer_says_how_it_ended_whole_and_as_a_stream(api: Api, reply: Repl
 
 @pytest.mark.adapters
 @pytest.mark.parametrize(
-    "reply", [WHOLE, Reply("1", "", (ToolCall("f", {}), ToolCall("f", {"a": "é"}))), Reply("1", "x")]
+    "reply", [WHOLE, Reply("1", "", (ToolCall("f", {}), ToolCall("f", {"a": "é"}))), Reply("1", "x", thoughts="t")]
 )
 def test_openais_client_assembles_the_events_of_responses_to_the_whole_answer(reply: Reply) -> None:
     from openai import omit
