@@ -35,7 +35,7 @@ from agentrl.records import Json
 from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.work_folder import WORKSPACE
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
-from agentrl_environments.swe.reward_files import VerifierRewards, rewards_of
+from agentrl_environments.swe.reward_files import VerifierRewards, rewards_of, total
 from agentrl_environments.swe.submitted_files import is_artifact, last_words, matching
 from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import WorkTree
@@ -141,7 +141,7 @@ class Verifier:
         info: dict[str, Json] = {"shared": True} if self.shared else {}
         rewards = VerifierRewards() if late else await self._left(box)
         parts = {name: self._bounded(value) for name, value in rewards.parts.items()}
-        reward = self._bounded(self._combined(parts))
+        reward = self._bounded(total(parts, self.weights))
         if parts.keys() - {"reward"}:
             info["scores"] = dict[str, Json](parts)
         if late:
@@ -174,11 +174,6 @@ class Verifier:
             for name, value in parts.items()
             if self._bounded(value) != value
         ]
-
-    def _combined(self, parts: Mapping[str, float]) -> float:
-        if self.weights:
-            return sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
-        return parts.get("reward", math.fsum(parts.values()) / max(len(parts), 1))
 
     def _bounded(self, value: float) -> float:
         return min(max(value, self.lowest), self.highest)

@@ -4,6 +4,7 @@
     reward.json not readable              named, and reward.txt decides
     {"reward": 1, "why": "fine"}          `reward` decides; a value that is no number is a remark, and is named
     {"correct": 1, "style": null}         without `reward` the parts decide, and one that is no number leaves no reward
+    {"reward": 0, "reward": 1}            not readable: nobody can tell which of the two is meant
     "0.8", "80%"                          a text that is a number counts as it, a percentage as its share; both named
     true, false                           1 and 0
     NaN, Infinity, none of the above      no reward
@@ -44,19 +45,33 @@ def rewards_of(
     faults: list[str] = []
     if in_json is not None:
         try:
-            given: Any = json.loads(in_json)
+            given: Any = json.loads(in_json, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             faults.append(f"reward.json is not JSON ({error}), so reward.txt counts"[:200])
         else:
             parts = _parts(given, weighted or {}, faults)
-            other = None if in_text is None else _number(_text(in_text), "reward.txt", [])
-            if other is not None and parts.get("reward", other) != other:
-                faults.append(f"reward.json says {parts['reward']:g} and reward.txt {other:g}: reward.json counts")
+            other = None if in_text is None else _number(_text(in_text), "reward.txt", faults)
+            if parts and other is not None and (reward := total(parts, weighted or {})) != other:
+                faults.append(f"reward.json says {reward:g} and reward.txt {other:g}: reward.json counts")
             return VerifierRewards(parts, tuple(faults))
     if in_text is None:
         return VerifierRewards({}, (*faults, "the verifier left no reward file"))
     number = _number(_text(in_text), "reward.txt", faults)
     return VerifierRewards({} if number is None else {"reward": number}, tuple(faults))
+
+
+def total(parts: Mapping[str, float], weighted: Mapping[str, float]) -> float:
+    """The one number of several parts: their weighted sum if a task gives weights, else `reward`, else their mean."""
+    if weighted:
+        return sum(weight * parts.get(name, 0.0) for name, weight in weighted.items())
+    return parts.get("reward", math.fsum(parts.values()) / max(len(parts), 1))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return values
 
 
 def _parts(given: Any, weighted: Mapping[str, float], faults: list[str]) -> dict[str, float]:
@@ -111,4 +126,4 @@ def _number(value: Any, where: str, faults: list[str]) -> float | None:
 
 
 def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+    return data.decode("utf-8-sig", "replace")
