@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each_case import each_case
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, RootModel, computed_field, field_serializer
 
 import agentrl
 from agentrl import notices
@@ -27,6 +27,28 @@ from agentrl.errors import ToolError
 class Model(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
     x: Any = 1
+
+
+class Account(BaseModel):
+    name: str = "a"
+    password: str = Field(default="secret", exclude=True)
+    opened: datetime.date = datetime.date(2024, 5, 6)
+    extra: Any = None
+
+    @computed_field
+    def label(self) -> str:
+        return self.name.upper()
+
+    @field_serializer("name")
+    def quoted(self, name: str) -> str:
+        return f"<{name}>"
+
+
+class Numbers(RootModel[list[int]]):
+    pass
+
+
+ACCOUNT = {"name": "<a>", "opened": "2024-05-06", "extra": None, "label": "A"}
 
 
 @dataclasses.dataclass
@@ -53,6 +75,11 @@ class Broken:
 
 RESULTS: list[tuple[Any, Any]] = [
     ([Model()], [{"x": 1}]),
+    (Account(), ACCOUNT),
+    ([Account()], [ACCOUNT]),
+    (Point(Account()), {"at": ACCOUNT}),
+    ([Numbers([1, 2])], [[1, 2]]),
+    ({"a": Account(extra=Opaque())}, {"a": {"name": "a", "opened": "2024-05-06", "extra": f"<{__name__}.Opaque>"}}),
     ({"m": Model(x=Point(Color.RED))}, {"m": {"x": {"at": "r"}}}),
     (Model(x=Opaque()), {"x": f"<{__name__}.Opaque>"}),
     (Point(np.int64(5)), {"at": 5}),

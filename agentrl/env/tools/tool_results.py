@@ -140,6 +140,8 @@ class _Plain:
             return value.isoformat()
         if isinstance(value, _AS_TEXT):
             return str(value)
+        if isinstance(value, BaseModel) and (dumped := _dumped(value)) is not value:
+            return self.of(dumped, depth)
         if (fields := _fields(value)) is not None:
             return {_key(key): self.of(item, depth - 1) for key, item in fields.items()}
         if isinstance(value, set | frozenset):
@@ -162,12 +164,22 @@ class _Plain:
             return f"<{kind}>"
 
 
+def _dumped(value: BaseModel) -> Any:
+    """A model as pydantic writes it: with its serializers and computed fields, and without those that it excludes. The
+    model itself if pydantic cannot, for a field of a type of the author's."""
+    try:
+        return value.model_dump(mode="json")
+    except Exception:  # a serializer's own reasons
+        return value
+
+
 def _fields(value: Any) -> Mapping[Any, Any] | None:
     """The members of a value that is an object in JSON."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value)
     if isinstance(value, BaseModel):
-        return {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
+        fields = {name: getattr(value, name) for name, field in type(value).model_fields.items() if not field.exclude}
+        return fields | (value.model_extra or {})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     attributes: Any = getattr(cast("Any", type(value)), "__attrs_attrs__", None)
