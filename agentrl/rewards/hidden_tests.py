@@ -42,6 +42,11 @@ _RAN_ENDS: Final = {"passed", "failed", "error", "errors"}
 _NONE_RAN: Final = re.compile(r"\bno tests ran in ")  # pytest
 _RAN: Final = re.compile(r"^Ran (\d{1,6}) tests? in ")  # unittest
 _SKIPPED: Final = re.compile(r"\bskipped=(\d{1,6})\b")
+_OF_OTHERS: Final = re.compile(
+    r"(?P<mocha>\d{1,6}) passing\b|(?:#|\u2139) pass (?P<node>\d{1,6})$"
+    r"|--- (?P<go>PASS|SKIP): |(?:ok|\?)\s.*\[(?P<none>no tests to run|no test files)\]$|ok\s+\S+\s+(?P<ok>[\d.(])"
+)
+"""Lines of mocha, node and go that say how many tests passed, or that none ran."""
 _BAD: Final = re.compile(r"\b(?:failures|errors|unexpected successes)=(\d{1,6})\b")
 
 
@@ -130,8 +135,9 @@ def value_of(result: ExecResult, score: str) -> float:
     JSON object with one as `score`, cut to 0 to 1; `share`: the tests that passed of those that ran, by the last
     summary of pytest or unittest. Anything else is 0.
 
-    A run that contradicts itself is no win, and is named: exit code 0 where every summary says that no test passed (all
-    were skipped, say), and a share of 1 beside another exit code. Raises HostBusy, see `agentrl.sandbox.graded_time`.
+    A run that contradicts itself is no win, and is named: exit code 0 where every summary, also of cargo, jest, mocha,
+    node or go, says that no test passed (all were skipped, say), and a share of 1 beside another exit code. Raises
+    HostBusy, see `agentrl.sandbox.graded_time`.
     """
     if own_time_out(result) or result.oom:
         return 0.0
@@ -140,7 +146,7 @@ def value_of(result: ExecResult, score: str) -> float:
         return _number(stdout)
     stderr = _lines(result.stderr)
     if score == "exit":
-        summaries = _summaries(stdout, stderr)
+        summaries = [*_summaries(stdout, stderr), *_of_others(stdout)]
         if result.exit_code == 0 and summaries and not any(summary.passed for summary in summaries):
             return _contradiction("exit code 0, and no test passed", summaries[0].line)
         return float(result.exit_code == 0)
@@ -189,12 +195,27 @@ def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
         if counts or _NONE_RAN.search(line):
             passed = sum(n for n, how in counts if how == "passed")
             summaries.append(_Summary(line, passed, sum(n for n, how in counts if how in _RAN_ENDS)))
-    for number, line in enumerate(stderr):
-        if match := _RAN.match(line):
-            verdict = stderr[number - 1] if number else ""
-            ran = max(int(match[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
-            bad = sum(int(n) for n in _BAD.findall(verdict)) if number else ran  # without a verdict below it: none
-            summaries.append(_Summary(f"{line} {verdict}", max(ran - bad, 0), ran))
+    for lines in (stderr, stdout):  # `2>&1` puts unittest's lines into stdout
+        for number, line in enumerate(lines):
+            if match := _RAN.match(line):
+                verdict = lines[number - 1] if number else ""
+                ran = max(int(match[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
+                bad = sum(int(n) for n in _BAD.findall(verdict)) if number else ran  # without a verdict below it: none
+                summaries.append(_Summary(f"{line} {verdict}", max(ran - bad, 0), ran))
+    return summaries
+
+
+def _of_others(lines: list[str]) -> list[_Summary]:
+    """Summaries of runners that `share` does not read. Of go's packages the verdicts of single tests count if it prints
+    them, since a package whose tests were all skipped is ok."""
+    matches = [(line, match) for line in lines if (match := _OF_OTHERS.match(line)) is not None]
+    has_verdicts = any(match["go"] for _, match in matches)
+    summaries: list[_Summary] = []
+    for line, match in matches:
+        if match["ok"] and has_verdicts:
+            continue
+        number = match["mocha"] or match["node"] or (match["go"] == "PASS") or bool(match["ok"])
+        summaries.append(_Summary(line, int(number), int(number)))
     return summaries
 
 
