@@ -75,6 +75,12 @@ def test_go() -> None:
     assert (log.passed, log.failed, log.others - log.failed) == ({"TestA/one", "TestC"}, {"TestA"}, {"TestB"})
 
 
+def test_marks_of_phpunit_and_ava() -> None:
+    log = read_log(" ✔ a\n ✔ Adds\n ✘ Adds\n ↩ Skips\n ∅ Waits\n  ✔ sums\n  ✘ [fail]: sums\n")
+    assert (log.passed, log.failed, log.others - log.failed) == ({"a"}, {"Adds", "sums"}, {"Skips", "Waits"})
+    assert graded(log, ["a"], [], exit_code=1).success, "the exit code is that of the tests that failed"
+
+
 @each_case(
     "line",
     [

@@ -5,6 +5,7 @@
     TAP                  not ok 2 - adds # TODO later               adds
     jest, mocha, node    ✓ adds (3 ms), 1) adds                     adds
     jest, by file        PASS src/sums.test.js (5.1 s)              src/sums.test.js
+    PHPUnit, AVA         ✘ Adds, ✘ [fail]: adds                     Adds, adds
 
 A runner that nests its tests prints their names without those of their suites, so tests of one name are one: it has
 passed if all of them have. Each line costs linear time.
@@ -26,8 +27,8 @@ class TestVerdict(NamedTuple):
 _CARGO: Final = {"ok": True, "FAILED": False, "ignored": None, "failed": False}
 _GO: Final = re.compile(r"^ *--- (PASS|FAIL|SKIP): (\S+) \(\d")
 _TAP: Final = re.compile(r"^ *(not ok|ok) \d+(?: -)? (.*)$")
-_MARKS: Final = {"✓": True, "✔": True, "√": True, "✕": False, "✖": False, "✗": False, "\u00d7": False}
-_LEFT_OUT: Final = {"○", "﹣", "✎", "◌", "↓"}
+_MARKS: Final = {"✓": True, "✔": True, "√": True, "✕": False, "✘": False, "✖": False, "✗": False, "\u00d7": False}
+_LEFT_OUT: Final = {"○", "﹣", "✎", "◌", "↓", "↩", "∅"}
 _NUMBERED: Final = re.compile(r"^ +\d+\) (\S.*)$")  # mocha's failures
 _FILE: Final = re.compile(r"^(PASS|FAIL) (\S*[./]\S*)(?: |$)")
 _TOOK: Final = re.compile(r"(?: \(\d[\d.]* ?m?s\)| \d[\d.]*m?s)$")
@@ -71,7 +72,8 @@ def _tap(good: bool, text: str) -> TestVerdict | None:
 def _marked(good: bool, text: str) -> TestVerdict:
     name, _, directive = text.partition(" # ")
     word = directive.strip().split(" ")[0].upper()
-    return TestVerdict(_plain(name), None if word == "SKIP" else good or word == "TODO")
+    name = _plain(name).removeprefix("[fail]: ")  # AVA's
+    return TestVerdict(name, None if word == "SKIP" else good or word == "TODO")
 
 
 def _plain(name: str) -> str:
