@@ -82,6 +82,8 @@ def plain_message(message: Mapping[str, Any]) -> Message:
     if not isinstance(plain.get("role"), str) or not plain["role"]:
         raise TypeError(f"a message has role = {plain.get('role')!r:.40}: give system, user, assistant or tool")
     _merge_thoughts(plain)
+    if not plain.get("content") and isinstance(plain.get("refusal"), str):  # OpenAI's models refuse in a key of its own
+        plain["content"] = plain.pop("refusal")
     _read_content(plain)
     if "function_call" in plain:
         call: Any = plain.pop("function_call")
@@ -165,6 +167,11 @@ def plain_tools(tools: Any) -> list[Mapping[str, Json]]:
             parameters := cast("dict[str, Any]", function).get("parameters"), str
         ):
             function["parameters"] = _decoded(parameters, f"tools[{number}].parameters")
+        for key in ("input_schema", "inputSchema") if isinstance(function, dict) else ():
+            if key in function:  # of Anthropic's API and of MCP; a template would show no parameters
+                raise TypeError(
+                    f"tools[{number}] has {key!r} in the place of 'parameters': give OpenAI's function schema"
+                )
         name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name:
             raise TypeError(f"tools[{number}] has no name: give {{'type': 'function', 'function': {{'name': …}}}}")

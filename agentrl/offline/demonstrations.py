@@ -162,7 +162,11 @@ def _check_calls(number: int, message: Mapping[str, Any], tools: Sequence[Mappin
 
 
 def _name_unused(row: Mapping[str, Any], used: frozenset[str]) -> None:
-    """One notice for each key of a row that nothing here reads."""
+    """One notice for each key of a row that nothing here reads. Raises ValueError for a mark of what is trained: marks
+    are those of messages, and a row that is marked as context must not be trained."""
+    for key in (*TRAINING_MARKS, "mask", "loss_mask"):
+        if isinstance(value := row.get(key), bool | int | float | list) and value != 1:
+            raise ValueError(f"the row has {key} = {value!r:.40}: give its messages weight 0, or leave the row out")
     for key in sorted(row.keys() - used):
         notices.note("demonstrations", f"the key {key!r} is not used")
 

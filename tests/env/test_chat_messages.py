@@ -64,6 +64,7 @@ PIXEL = (
             {"content": "4", "reasoning_content": "hm"},
         ),
         ({"role": "assistant", "content": [{"type": "output_text", "text": "4"}]}, {"content": "4"}),
+        ({"role": "assistant", "content": None, "refusal": "No."}, {"content": "No."}),
         # Arrow pads parts, too
         ({"role": "user", "content": [{"type": "text", "text": "q", "image_url": None}]}, {"content": "q"}),
         # OpenAI's format of 2023
@@ -154,7 +155,16 @@ def test_nulls_that_arrow_pads_schemas_with_go_and_nulls_with_a_meaning_stay() -
     assert plain_tools([json.dumps(meant)]) == [meant]
 
 
-@each_case("tools", ["look", 5, [5], [{"type": "function", "function": {}}], {"name": "look"}])
+@each_case(
+    "tools",
+    [
+        *("look", 5, [5], [{"type": "function", "function": {}}], {"name": "look"}),
+        *(
+            [{"name": "look", "input_schema": {"type": "object"}}],
+            [{"name": "look", "inputSchema": {"type": "object"}}],
+        ),
+    ],
+)
 def test_tools_that_are_none_are_refused(tools: Any) -> None:
     with pytest.raises(TypeError, match="tools"):
         plain_tools(tools)
