@@ -8,15 +8,17 @@ makes a fork (`info["history"]`), never a retokenized prompt.
 from __future__ import annotations
 
 import json
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
 from typing import Any, Final, cast
 
 import trio
 from gymnasium.error import ResetNeeded
 
-from agentrl import registry
+from agentrl import notices, registry
 from agentrl.env import sync_async
 from agentrl.env.agent_programs.model_apis import Conversation, Reply
 from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
@@ -106,9 +108,18 @@ class ProgramEnv(Env):
 
     def grade(self, task: Mapping[str, Json], result: Any) -> MaybeAwaitable[Grade | float | bool | None]:
         """The outcome, from the program's return value (an `Exited` for a command)."""
-        if isinstance(result, int | float):
-            return result if abs(result) <= sys.float_info.max else 0.0
-        return result if isinstance(result, Grade) else None
+        if result is None or isinstance(result, Grade | Exited):
+            return result if isinstance(result, Grade) else None
+        value = result.item() if getattr(result, "shape", None) == () and hasattr(result, "item") else result
+        if isinstance(value, Real | Decimal):  # numpy's and torch's numbers, too
+            try:
+                number = float(value)
+                return number if math.isfinite(number) else 0.0
+            except OverflowError:
+                return 0.0
+        notice = f"a program returned a {type(result).__qualname__}, which is no number: it has earned nothing"
+        notices.note("results of agent programs", notice, by_policy=True)
+        return None
 
     def box_files(self, task: Mapping[str, Json]) -> Mapping[str, bytes]:
         """The files that the program finds in its box's work folder, by path."""

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -17,6 +19,7 @@ from each_case import each_case
 from gymnasium.error import ResetNeeded
 
 import agentrl
+from agentrl import notices
 from agentrl.env.agent_programs import ProgramEnv
 from agentrl.env.agent_programs.model_apis import Conversation, Reply
 from agentrl.env.agent_programs.program_env import news_of
@@ -536,3 +539,25 @@ async def test_a_program_that_makes_no_number_of_an_answer_has_earned_nothing(re
         await env.areset(seed=0)
         *_, terminated, _, info = await env.astep("y")
         assert terminated and (info["outcome"], info["success"]) == (0.0, False)
+
+
+@each_case(
+    ("result", "outcome"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (Decimal("0.25"), 0.25),
+        (True, 1.0),
+        ("1.0", None),  # a text may be the policy's
+        ({"reward": 1.0}, None),
+    ],
+)
+def test_what_a_program_returns_is_its_outcome_or_named(result, outcome):
+    def notice_count():
+        case = f"a program returned a {type(result).__name__}, which is no number"
+        return sum(tally.count for (_, words), tally in notices.OF_PROCESS.totals().items() if words.startswith(case))
+
+    before = notice_count()
+    grade = ProgramEnv(chatty).grade({}, result)
+    assert (grade, type(grade)) == (outcome, type(outcome))
+    assert notice_count() - before == (outcome is None)
