@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -346,6 +347,16 @@ async def test_a_verifier_that_cannot_start_is_no_zero(folder: Path) -> None:
 
     with pytest.raises(SandboxUnavailable, match=r"the box of the verifier has no bash, and its test\.sh needs it"):
         await task.grade(FakeSandbox(SandboxSpec(), no_bash), FakeBackend())
+
+
+def test_a_solution_of_bash_runs_in_bash(folder: Path, tmp_path: Path) -> None:
+    script = "#!/usr/bin/env bash\nset -euo pipefail\nparts=(one 'two')\necho \"${parts[1]} $WORD\" > answer\n"
+    (folder / "merge-logs/solution/solve.sh").write_text(script)
+    toml_of(folder, '[solution.env]\nWORD = "it\'s"\n')
+    (task,) = harbor.load(folder, SHARED).tasks
+    ended = subprocess.run(["sh", "-c", task.gold[0].argument], cwd=tmp_path, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "answer").read_text() == "two it's\n"
 
 
 def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:

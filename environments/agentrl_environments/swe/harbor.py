@@ -241,7 +241,10 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
     solve = moved(text_of(solution), workdir) if solution.is_file() else ""
     if solve:
         lines = (f"export {name}={shlex.quote(value)}\n" for name, value in variables["solution"].items())
+        is_of_bash = "bash" in solve.partition("\n")[0]
         solve = "".join(lines) + solve
+        if is_of_bash:  # the tool runs commands in sh, where `set -o pipefail` and arrays fail
+            solve = f'exec "$(command -v bash || echo sh)" -c {shlex.quote(solve)}'
     instruction = moved(text_of(folder / "instruction.md"), workdir).strip()
     cheats: dict[str, Sequence[Act]] = {
         "delete the tests": (Act.shell(f"rm -rf tests {_OWN}"),),
