@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,14 @@ def test_a_new_advice_is_a_line_once_and_again_when_it_comes_back() -> None:
     assert list(lines.lines(3, lambda: facts(3, **cut))) == list(lines.lines(4, lambda: facts(4, **cut))) == []
     assert list(lines.lines(5, lambda: facts(5, **well))) == []
     assert list(lines.lines(6, lambda: facts(6, **cut))) == [line]
+
+
+def test_a_learner_that_starves_on_busy_cores_is_not_told_to_share_them_further() -> None:
+    starved = facts(5, idle_s=9.9, busy_s=0.1, wall_s=10.0, held_s=0.0)
+    starved = replace(starved, times=[10.0 * at for at in range(1, 6)], playing=[(0.0, 50.0)])
+    for load, settings in ((0.5, True), (3.0, False)):
+        (advice,) = [each for each in examine(replace(starved, load=load)) if each.name == "learner_starves"]
+        assert bool(advice.settings) is settings
 
 
 def test_a_look_that_takes_long_is_taken_seldom() -> None:
