@@ -7,6 +7,7 @@ wait, and what holds when a source is late. Knows no environment and no run.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import secrets
@@ -219,7 +220,7 @@ class Scorer:
                         self._count.scored(text, attempt + 1, failure)
                         return verdict, attempt + 1.0
                     failure = f"{verdict.value} is no reward"
-                except (Exception, SystemExit) as error:  # a source's own code has failed, whatever it raises: named
+                except (Exception, SystemExit, asyncio.CancelledError) as error:  # of a source's own code: named
                     failure = " ".join(f"{type(error).__name__}: {error}".split())
                     if not isinstance(error, AgentRLError):
                         failure = f"{failure} ({place_of(error)})"

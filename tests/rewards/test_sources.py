@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -350,17 +350,21 @@ async def test_an_async_source_of_ones_own_that_never_answers_holds_up_itself_al
     await eventually(lambda: scorer._threads.borrowed_tokens == 0)  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(3)], ids=repr)
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_a_source_that_calls_sys_exit_ends_no_worker(
-    store: RunStore, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+async def test_a_source_that_exits_or_is_cancelled_by_asyncio_ends_no_worker(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, error: BaseException
 ) -> None:
-    """A parser of arguments does."""
+    """A parser of arguments exits; asyncio cancels its own tasks."""
 
-    async def leaves(_: Trajectory) -> float:
-        sys.exit(3)
+    def leave(_: Trajectory) -> float:
+        raise error
 
-    monkeypatch.setattr(sources, "load_reference", lambda _: leaves if asynchronous else lambda _: sys.exit(3))
+    async def leave_later(_: Trajectory) -> float:
+        raise error
+
+    monkeypatch.setattr(sources, "load_reference", lambda _: leave_later if asynchronous else leave)
     play_all(store)
     own = settings(retries=0)
-    with pytest.raises(ScoreError, match="SystemExit: 3"):
+    with pytest.raises(ScoreError, match=f"{type(error).__name__}: 3"):
         await Scorer(own, desk(store), rewarder_of(own)).score("1.0.0")
