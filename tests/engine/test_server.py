@@ -29,7 +29,8 @@ from tokenizers import Tokenizer, models
 
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
-from agentrl.engine.embedded.server import EngineServer
+from agentrl.engine.embedded.engine import Engine
+from agentrl.engine.embedded.vllm_server import VllmServer
 from agentrl.engine.embedded_process import launch_embedded
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.engine.weight_sync.weight_sources import Sources
@@ -446,7 +447,7 @@ def test_new_weights_are_packed_before_the_pause_which_only_swaps_them(
     model_dir: Path, other_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batcher, file = Case(model_dir).batcher, other_weights / "model.safetensors"
-    server = EngineServer(batcher, name="m", sources=Sources([str(other_weights)]))
+    server = VllmServer(Engine(batcher, name="m", sources=Sources([str(other_weights)])))
     packs, pack = list[bool](), batcher.model.pack
 
     def told(file: Path) -> dict[str, object]:

@@ -26,8 +26,10 @@ from agentrl.host.spare_cores import SpareCores
 from agentrl.records import EngineKey
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from agentrl.engine.embedded.chat import Chat
-    from agentrl.engine.embedded.server import EngineServer
+    from agentrl.engine.embedded.engine import Engine
     from agentrl.engine.embedded.vision_tower import VisionTower
 
 
@@ -79,8 +81,10 @@ def _threads(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-def build(arguments: argparse.Namespace) -> EngineServer:
-    """Read the model and lay out the cache. Raises UsageError where the settings do not fit the model."""
+def build(arguments: argparse.Namespace) -> tuple[Engine, Starlette]:
+    """Read the model and lay out the cache. Returns the engine and its HTTP application.
+
+    Raises UsageError where the settings do not fit the model."""
     from agentrl.engine.embedded.architecture import LARGE, read_architecture
 
     architecture = read_architecture(arguments.model)
@@ -88,9 +92,11 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     import torch
 
     from agentrl.engine.embedded.batching import Batcher
+    from agentrl.engine.embedded.engine import Engine
     from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
-    from agentrl.engine.embedded.server import EngineServer
-    from agentrl.engine.embedded.sglang_server import SGLangServer
+    from agentrl.engine.embedded.requests import UnknownModel
+    from agentrl.engine.embedded.sglang_server import SGLangServer, not_loaded
+    from agentrl.engine.embedded.vllm_server import VllmServer
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
     torch.set_num_threads(1 if arguments.threads == "auto" else arguments.threads)
@@ -119,9 +125,16 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     # A run that is attached sends the weights it starts from, which are those of the folder that this engine serves.
     sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
     name = arguments.served_model_name or str(arguments.model)
-    kind = EngineServer if arguments.api == "vllm" else SGLangServer
-    shares = arguments.threads == "auto" and architecture.parameters >= LARGE
-    return kind(batcher, name=name, sources=sources, chat=_chat(arguments), spare=SpareCores() if shares else None)
+    shares_cores = arguments.threads == "auto" and architecture.parameters >= LARGE
+    engine = Engine(
+        batcher,
+        name=name,
+        sources=sources,
+        chat=_chat(arguments),
+        spare=SpareCores() if shares_cores else None,
+        unknown_model=UnknownModel if arguments.api == "vllm" else not_loaded,
+    )
+    return engine, (VllmServer if arguments.api == "vllm" else SGLangServer)(engine).app
 
 
 def _tower(model: Path) -> VisionTower:
@@ -176,7 +189,12 @@ def listen(host: str, port: int, path: Path | None = None) -> socket.socket:
 
 
 async def serve(
-    server: EngineServer, listener: socket.socket, ready_file: Path | None, key: EngineKey | None = None
+    engine: Engine,
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    ready_file: Path | None,
+    key: EngineKey | None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until a pass fails. Returns the exit code."""
     import uvicorn
@@ -194,7 +212,7 @@ async def serve(
             yield  # handled here, so that a requested end is exit code 0
 
     config = uvicorn.Config(
-        server.app if key is None else Guard(server.app, key),
+        app if key is None else Guard(app, key),
         http=partial(BoundedProtocol, connections=Connections(bounds), bounds=bounds),  # pyright: ignore[reportArgumentType]
         log_level="warning",
         access_log=False,
@@ -206,7 +224,7 @@ async def serve(
     uv = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, uv, "should_exit", True)
-    driving = asyncio.create_task(server.drive())
+    driving = asyncio.create_task(engine.loop.drive())
     driving.add_done_callback(lambda _: setattr(uv, "should_exit", True))
     serving = asyncio.create_task(uv.serve(sockets=[listener]))
     while not uv.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
@@ -250,11 +268,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise UsageError(f"an engine on {parsed.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
         listener = listen(parsed.host, parsed.port, parsed.socket)
         with quick_imports():
-            server = build(parsed)
+            engine, app = build(parsed)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(server, listener, parsed.ready_file, key))
+    return asyncio.run(serve(engine, app, listener, ready_file=parsed.ready_file, key=key))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """OpenAI's `/v1/chat/completions` on the embedded engine: a conversation to tokens, and sampled tokens to an answer.
 
 Owns the API's shapes. Rendering is the model's own template, through `agentrl.engine.rendering.renderer`; how calls of
-tools are read is a parser that the server was started with. Never samples: `EngineServer` does.
+tools are read is a parser that the server was started with. Never samples: `Batcher` does.
 """
 
 from __future__ import annotations

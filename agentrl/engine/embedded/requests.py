@@ -33,6 +33,9 @@ class UnknownModel(BadRequest):
 
     status = HTTPStatus.NOT_FOUND
 
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model `{name}` does not exist.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:

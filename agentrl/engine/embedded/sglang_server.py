@@ -1,39 +1,38 @@
 """The embedded engine in SGLang's dialect: its routes, requests and answers, on the same batcher and the same clock.
 
-Owns what differs from `server.py`. An update of weights is as there: between two passes, and running requests keep
-their tokens. `retract` also sends what is sampled before it returns, so that a chunk has tokens of one version.
+An update of weights takes effect between two passes, and running requests keep their tokens. `retract` also sends what
+is sampled before it returns, so that a chunk has tokens of one version.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, cast
 
-import torch
+from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.engine.embedded.batching import BatchRequest, Emission
-from agentrl.engine.embedded.lora import Adapter
-from agentrl.engine.embedded.model import PackedWeights
-from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, parse_object
-from agentrl.engine.embedded.server import (
-    EVENT_STREAM,
-    PREFIX,
+from agentrl.engine.embedded.engine import PREFIX, Engine, Generation
+from agentrl.engine.embedded.metrics_text import render
+from agentrl.engine.embedded.requests import BadRequest, parse_object
+from agentrl.engine.embedded.shared_routes import (
     AsgiRoute,
-    EngineServer,
+    SharedRoutes,
+    adapter_in,
+    begin_events,
+    guard,
     read_body,
     read_object,
-    render,
-    tensors,
+    send_events,
+    version_in,
 )
 from agentrl.engine.sglang.sglang_dialect import METRICS
-from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ModelError, WeightSyncError
 from agentrl.records import Json
 
@@ -43,73 +42,70 @@ _SAMPLING_NOT_HERE = {"frequency_penalty", "presence_penalty", "logit_bias"}  # 
 _TEXT_ALONE = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
 
 
-class SGLangServer(EngineServer):
-    """An `EngineServer` for clients that speak SGLang's dialect."""
+class SGLangServer:
+    """The routes of SGLang over an `Engine`; `app` is the ASGI application."""
 
-    _retractions = 0  # pauses so far that put requests back
-
-    def routes(self) -> list[Route]:
-        post = ["POST"]
-        return [
-            Route("/generate", AsgiRoute(self._generate_sglang), methods=post),
-            Route("/v1/chat/completions", AsgiRoute(self._chat), methods=post),
-            Route("/v1/models", self._models),
-            Route("/health", self._health),
-            Route("/ready", self._ready),
-            Route("/model_info", self._model_info),
-            Route("/server_info", self._server_info),
-            Route("/metrics", self._sglang_metrics),
-            Route("/abort_request", self._guard(self._abort_request), methods=post),
-            Route("/pause_generation", self._guard(self._pause_generation), methods=post),
-            Route("/continue_generation", self._guard(self._continue_generation), methods=post),
-            Route("/flush_cache", self._guard(self._flush_cache), methods=["GET", "POST"]),
-            Route("/update_weights_from_disk", self._guard(self._update_from_disk), methods=post),
-            Route("/update_weight_version", self._guard(self._name_version), methods=post),
-            Route("/load_lora_adapter", self._guard(self._load_lora), methods=post),
-            Route("/unload_lora_adapter", self._guard(self._unload_lora), methods=post),
-        ]
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._loop = engine, engine.loop
+        self._retractions = 0  # pauses so far that put requests back
+        actions = {
+            "/abort_request": self._abort_request,
+            "/pause_generation": self._pause_generation,
+            "/continue_generation": self._continue_generation,
+            "/update_weights_from_disk": self._update_from_disk,
+            "/load_lora_adapter": self._load_lora,
+            "/unload_lora_adapter": self._unload_lora,
+        }
+        self.app = Starlette(
+            routes=[
+                Route("/generate", AsgiRoute(self._generate), methods=["POST"]),
+                Route("/ready", self._ready),
+                Route("/model_info", self._model_info),
+                Route("/server_info", self._server_info),
+                Route("/metrics", self._metrics),
+                Route("/flush_cache", guard(self._flush_cache), methods=["GET", "POST"]),
+                *(Route(path, guard(action), methods=["POST"]) for path, action in actions.items()),
+                *SharedRoutes(engine).routes(),
+            ]
+        )
 
     # --- generation ---------------------------------------------------------------------------------------------
 
-    async def _generate_sglang(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             document = parse_object(await read_body(receive))
         except BadRequest as error:
             await _error(str(error))(scope, receive, send)
             return
-        stream = document.get("stream") is True
+        is_stream = document.get("stream") is True
         try:
-            sampling_request, request, emissions = self._accept(_as_vllm(document))
+            generation = self._engine.accept(_as_vllm(document))
         except BadRequest as error:
-            if stream:  # a request is looked at once its stream has begun
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-                failed = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
-                body = f"data: {json.dumps(failed)}\n\ndata: [DONE]\n\n".encode()
-                await send({"type": "http.response.body", "body": body})
+            if is_stream:  # a request is looked at once its stream has begun
+                failure = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
+                await begin_events(send)
+                await send_events(send, f"data: {json.dumps(failure)}\n\ndata: [DONE]\n\n".encode(), last=True)
             else:
                 await _error(str(error))(scope, receive, send)
             return
-        if stream:
-            with self._running(request, receive):
-                await self._stream_sglang(request, emissions, send)
+        if is_stream:
+            with generation.running(receive):
+                await self._stream(generation, send)
             return
-        meta: dict[str, Json] = {}
+        request, meta = generation.request, dict[str, Json]()
         if document.get("return_logprob") and document.get("logprob_start_len") == 0:
-            ids = request.tokens[: request.prompt_length]
-            scores = self._batcher.score(ids, request.adapter)
-            meta["input_token_logprobs"] = [
-                [logprob, id, None] for logprob, id in zip([None, *scores], ids, strict=True)
-            ]
+            scored = zip([None, *generation.scores()], request.tokens[: request.prompt_length], strict=True)
+            meta["input_token_logprobs"] = [[logprob, id, None] for logprob, id in scored]
         emission = Emission([], [], [], "length", [])
         if _parameters(document).get("max_new_tokens") != 0:
-            with self._running(request, receive):
-                emission = await self._all(request, emissions)
-        answer = self._event(request, emission, 0, sampling_request.request_id, 0)
+            with generation.running(receive):
+                emission = await generation.whole()
+        answer = self._event(request, emission, 0, generation.asked.request_id, 0)
         answer["meta_info"] |= meta
         await JSONResponse(answer)(scope, receive, send)
 
-    async def _stream_sglang(self, request: BatchRequest, emissions: asyncio.Queue[Emission], send: Send) -> None:
-        started = last = time.perf_counter()
+    async def _stream(self, generation: Generation, send: Send) -> None:
+        request = generation.request
         put, began, retractions = request.sink, self._retractions, list[int]()
 
         def sink(emission: Emission) -> None:
@@ -117,21 +113,14 @@ class SGLangServer(EngineServer):
             put(emission)
 
         request.sink = sink
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        await begin_events(send)
         sent = 0
-        while True:
-            emission = await emissions.get()
-            now = time.perf_counter()
-            self._histograms.observe(emission, now - started, now - last, first=last is started)
-            last = now
+        async for emission in generation.emissions():
             event = self._event(request, emission, sent, request.id, retractions.pop(0))
             sent += len(emission.token_ids)
-            text = f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
-            text += "data: [DONE]\n\n" if emission.finish else ""
-            more = emission.finish is None
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-            if not more:
-                return
+            ending = "data: [DONE]\n\n" if emission.finish else ""
+            text = f"data: {json.dumps(event, separators=(',', ':'))}\n\n{ending}"
+            await send_events(send, text.encode(), last=emission.finish is not None)
 
     def _event(self, request: BatchRequest, emission: Emission, sent: int, id: str, retractions: int) -> dict[str, Any]:
         """An event of a stream after `sent` tokens, or a whole answer. Like SGLang's, it states one version until the
@@ -144,7 +133,7 @@ class SGLangServer(EngineServer):
             "prompt_tokens": request.prompt_length,
             "completion_tokens": total,
             "cached_tokens": max(request.cached, 0),
-            "weight_version": str(emission.spans[-1].version if emission.spans else self._batcher.version),
+            "weight_version": str(emission.spans[-1].version if emission.spans else self._engine.batcher.version),
             "num_retractions": retractions,
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
         }
@@ -161,31 +150,26 @@ class SGLangServer(EngineServer):
     async def _abort_request(self, request: HTTPRequest) -> Response:
         document = await read_object(request)
         if document.get("abort_all") is True:
-            self._batcher.abort_all()
+            self._engine.batcher.abort_all()
         elif isinstance(rid := document.get("rid"), str) and rid:
-            self._batcher.abort_like(PREFIX + rid)
+            self._engine.batcher.abort_like(PREFIX + rid)
         return Response()
-
-    def _adapter_of(self, asked: SamplingRequest) -> Adapter | None:
-        try:
-            return super()._adapter_of(asked)
-        except BadRequest:
-            raise BadRequest(f"The following requested LoRA adapters are not loaded: {asked.model}") from None
 
     # --- what it is, how it does --------------------------------------------------------------------------------
 
     async def _ready(self, _: HTTPRequest) -> Response:
-        return Response(status_code=503 if self._paused else 200)
+        return Response(status_code=503 if self._loop.paused else 200)
 
     async def _model_info(self, _: HTTPRequest) -> Response:
-        return JSONResponse({"model_path": self._name, "weight_version": str(self._batcher.version)})
+        engine = self._engine
+        return JSONResponse({"model_path": engine.name, "weight_version": str(engine.batcher.version)})
 
     async def _server_info(self, _: HTTPRequest) -> Response:
         has = {"incremental_streaming_output": True, "enable_metrics": True, "enable_lora": True}
-        return JSONResponse({"version": "agentrl-embedded", "model_path": self._name, **has})
+        return JSONResponse({"version": "agentrl-embedded", "model_path": self._engine.name, **has})
 
-    async def _sglang_metrics(self, _: HTTPRequest) -> Response:
-        text = render(self._batcher, self._histograms, self._name)
+    async def _metrics(self, _: HTTPRequest) -> Response:
+        text = render(self._engine.batcher, self._engine.histograms, self._engine.name)
         for theirs, ours in METRICS.items():
             text = text.replace(ours, theirs)
         return PlainTextResponse(text)
@@ -196,70 +180,62 @@ class SGLangServer(EngineServer):
         mode = (await read_object(request)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise BadRequest(f"mode = {mode!r}: must be abort, retract or in_place")
-        self._paused = True
+        batcher = self._engine.batcher
+        self._loop.paused = True
         if mode == "abort":
-            self._batcher.abort_all()
+            batcher.abort_all()
         if mode == "retract":
-            self._batcher.flush()
-            self._batcher.forget()
+            batcher.flush()
+            batcher.forget()
             self._retractions += 1
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, _: HTTPRequest) -> Response:
-        self._paused = False
-        self._wake.set()
+        self._loop.resume()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, _: HTTPRequest) -> Response:
-        if self._batcher.busy and not self._paused:
+        if self._engine.batcher.busy and not self._loop.paused:
             return PlainTextResponse("requests are running or waiting: pause with retract first\n", 400)
-        self._batcher.forget()
+        self._engine.batcher.forget()
         return PlainTextResponse("Cache flushed.\n")
 
     async def _update_from_disk(self, request: HTTPRequest) -> Response:
         document = await read_object(request)
-        path, version = document.get("model_path"), document.get("weight_version")
+        path = document.get("model_path")
         if not isinstance(path, str):
             raise BadRequest("model_path: the path of a folder with safetensors files is required")
-        if not isinstance(version, str) or not version.isdecimal():
-            raise BadRequest(f"weight_version = {version!r}: must be a string of decimal digits")
-        started = time.perf_counter()
+        version, started = version_in(document, "weight_version"), time.perf_counter()
         try:
-            packed = await asyncio.to_thread(self._read_folder, path)
-            self._batcher.take(packed, int(version))
-            self._give_back()
+            await self._engine.updates.take_folder(path, version)
         except (BadRequest, ModelError, OSError, WeightSyncError) as error:
             answer = {"success": False, "message": f"Failed to update weights: {error}", "num_paused_requests": 0}
             return JSONResponse(answer, 400)
-        self._histograms.weight_update.add(time.perf_counter() - started)
+        self._engine.histograms.weight_update.add(time.perf_counter() - started)
         if document.get("flush_cache", True):
-            self._batcher.forget()
+            self._engine.batcher.forget()
         return JSONResponse({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
 
-    def _read_folder(self, path: str) -> PackedWeights:
-        """All tensors of a folder's files. Raises WeightSyncError, ModelError, BadRequest or OSError."""
-        names = sorted(file.name for file in Path(path).glob("*.safetensors"))
-        if not names:
-            raise BadRequest(f"model_path: {path!r} has no safetensors files")
-        weights: dict[str, torch.Tensor] = {}
-        for name in names:
-            with self._sources.open(f"{path}/{name}") as file:
-                weights |= tensors(weight_file.mapped(file), path)
-        return self._batcher.model.pack(weights)
-
     async def _load_lora(self, request: HTTPRequest) -> Response:
-        return await self._lora(self._load_adapter, request)
+        return await _changed(request, lambda document: self._engine.adapters.load(*adapter_in(document)))
 
     async def _unload_lora(self, request: HTTPRequest) -> Response:
-        return await self._lora(self._unload_adapter, request)
+        return await _changed(request, lambda document: self._engine.adapters.unload(str(document.get("lora_name"))))
 
-    async def _lora(self, change: Any, request: HTTPRequest) -> Response:
-        try:
-            await change(request)
-        except (BadRequest, ModelError) as error:
-            text = str(error).replace("has already been loaded", "already exists")
-            return JSONResponse({"success": False, "error_message": text}, 400)
-        return JSONResponse({"success": True, "error_message": None})
+
+def not_loaded(name: str) -> BadRequest:
+    """The error for a model that is not served, in SGLang's words."""
+    return BadRequest(f"The following requested LoRA adapters are not loaded: {name}")
+
+
+async def _changed(request: HTTPRequest, change: Callable[[dict[str, Any]], None]) -> Response:
+    """Change the adapters as a request says, and answer."""
+    try:
+        change(await read_object(request))
+    except (BadRequest, ModelError) as error:
+        text = str(error).replace("has already been loaded", "already exists")
+        return JSONResponse({"success": False, "error_message": text}, 400)
+    return JSONResponse({"success": True, "error_message": None})
 
 
 def _parameters(document: dict[str, Any]) -> dict[str, Any]:

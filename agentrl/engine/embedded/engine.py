@@ -1,0 +1,211 @@
+"""The embedded engine without its routes: when passes run, and a client's request on its way to tokens.
+
+Owns the pause, the sleep and the queues between the batcher and the connections, all in one asyncio loop. Forward
+passes run in that loop between two looks at the sockets: one thread, so nothing contends for the interpreter. Only a
+weight file is read on another, while the old weights go on. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from starlette.types import Receive
+
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, ShownImages
+from agentrl.engine.embedded.chat import Chat
+from agentrl.engine.embedded.metrics_text import Histograms
+from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, UnknownModel, parse_generate
+from agentrl.engine.embedded.weight_updates import Adapters, WeightUpdates, give_back_memory
+from agentrl.engine.weight_sync.weight_sources import Sources
+from agentrl.host import json_log
+from agentrl.host.spare_cores import SpareCores
+from agentrl.tokens import images
+
+log = logging.getLogger(__name__)
+PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_requests` wants it there
+_POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
+
+
+class PassLoop:
+    """Decides when the next forward pass runs: while there is work, and the engine is neither paused nor asleep."""
+
+    def __init__(self, batcher: Batcher, spare: SpareCores | None = None) -> None:
+        """With `spare`, a pass has as many threads as it tells."""
+        self._batcher, self._spare = batcher, spare
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self.paused = False
+        self.asleep = set[str]()  # the parts that sleep, of "weights" and "kv_cache"
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    async def drive(self) -> None:
+        """Run passes until cancelled."""
+        while True:
+            if self.paused or not self._batcher.busy:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self._idle.clear()
+            if self._spare is not None and (threads := self._spare.threads()) != torch.get_num_threads():
+                torch.set_num_threads(threads)
+            self._batcher.step()
+            for _ in range(_POLLS):
+                await asyncio.sleep(0)
+
+    def submit(self, request: BatchRequest) -> None:
+        """Queue a request."""
+        self._batcher.submit(request)
+        self._wake.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request runs; at once if the engine is paused."""
+        if not self.paused:
+            await self._idle.wait()
+
+    def resume(self) -> None:
+        """End a pause. Raises BadRequest while a part sleeps."""
+        if self.asleep:
+            raise BadRequest(f"the engine sleeps ({', '.join(sorted(self.asleep))}): call /wake_up")
+        self.paused = False
+        self._wake.set()
+
+    def sleep(self, *, drop_weights: bool) -> None:
+        """Give back the memory of keys and values, and of the weights if asked. The engine must be paused."""
+        self.awake.clear()
+        self.asleep = {"weights", "kv_cache"}
+        self._batcher.rest(weights=drop_weights)
+        give_back_memory()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Wake parts. With the last one the engine goes on; not before it has weights: it raises BadRequest."""
+        asleep = self.asleep - set(tags)
+        if not asleep and not self._batcher.model.loaded:
+            raise BadRequest("sleep level 2 dropped the weights: wake the tag weights, and send an update first")
+        if "kv_cache" in self.asleep - asleep:
+            self._batcher.wake()
+        self.asleep = asleep
+        if not asleep:
+            self.awake.set()
+            self.resume()
+
+
+class Generation:
+    """A checked request, and the queue that its tokens come to."""
+
+    def __init__(self, engine: Engine, asked: SamplingRequest) -> None:
+        """Raises BadRequest for an unknown model, or an image that cannot be decoded."""
+        self._engine, self._emissions = engine, asyncio.Queue[Emission]()
+        self.asked = asked
+        self.request = BatchRequest(
+            id=PREFIX + asked.request_id,
+            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
+            sampling=asked.sampling,
+            sink=self._emissions.put_nowait,
+            adapter=engine.adapters.of(asked.model),
+            shown=engine.shown(asked),
+        )
+
+    @contextmanager
+    def running(self, receive: Receive) -> Generator[None]:
+        """Compute the request, until its client has left."""
+        request, batcher = self.request, self._engine.batcher
+        self._engine.loop.submit(request)
+        gone = asyncio.ensure_future(receive())  # resolves when the client has left
+        gone.add_done_callback(lambda done: done.cancelled() or batcher.abort(request.id))
+        try:
+            yield
+        finally:
+            gone.cancel()
+            with json_log.about(request=request.id.removeprefix(PREFIX)):
+                log.info("%d tokens, after a prompt of %d", request.sampled, request.prompt_length)
+
+    def scores(self) -> list[float]:
+        """Log-probabilities of the prompt's tokens after the first."""
+        return self._engine.batcher.score(self.request.tokens[: self.request.prompt_length], self.request.adapter)
+
+    async def emissions(self) -> AsyncIterator[Emission]:
+        """The chunks as they come."""
+        started = last = time.perf_counter()
+        finish = None
+        while finish is None:
+            emission = await self._emissions.get()
+            finish, now = emission.finish, time.perf_counter()
+            self._engine.histograms.observe(emission, now - started, now - last, first=last is started)
+            last = now
+            yield emission
+
+    async def whole(self) -> Emission:
+        """All chunks as one, once the last has come."""
+        started = time.perf_counter()
+        parts = [await self._emissions.get()]
+        while parts[-1].finish is None:
+            parts.append(await self._emissions.get())
+        emission, elapsed = self.joined(parts), time.perf_counter() - started
+        self._engine.histograms.observe(emission, elapsed, elapsed, first=True)
+        return emission
+
+    def joined(self, parts: Sequence[Emission]) -> Emission:
+        """All chunks of the generation as one."""
+        return Emission(
+            [token for part in parts for token in part.token_ids],
+            [logprob for part in parts for logprob in part.logprobs],
+            self.request.spans(0, self.request.sampled),
+            parts[-1].finish,
+            [ids for part in parts for ids in part.kept],
+        )
+
+
+class Engine:
+    """One model with all that its dialects share: `VllmServer` and `SGLangServer` translate to these parts."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        *,
+        name: str,
+        sources: Sources,
+        chat: Chat | None = None,
+        spare: SpareCores | None = None,
+        unknown_model: Callable[[str], BadRequest] = UnknownModel,
+    ) -> None:
+        """New weights are read from `sources`; `unknown_model` makes the error for a model that is not served."""
+        self.batcher, self.name, self.chat = batcher, name, chat
+        self.loop, self.histograms = PassLoop(batcher, spare), Histograms()
+        self.updates = WeightUpdates(batcher, sources)
+        self.adapters = Adapters(batcher.model.architecture, sources, model=name, missing=unknown_model)
+        self._requests = 0
+
+    def accept(self, body: bytes) -> Generation:
+        """Check a request for tokens, in vLLM's words. Raises BadRequest."""
+        batcher = self.batcher
+        self._requests += 1
+        asked = parse_generate(
+            body,
+            vocab=batcher.model.architecture.vocab,
+            length=batcher.slots.length,
+            default_id=f"unnamed-{self._requests}",
+            vision=batcher.model.architecture.vision,
+        )
+        if batcher.knows(PREFIX + asked.request_id):
+            raise BadRequest(f"request_id: {asked.request_id!r} is already running")
+        if asked.sampling.stop and batcher.decode is None:
+            raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
+        return Generation(self, asked)
+
+    def shown(self, asked: SamplingRequest) -> ShownImages | None:
+        """The images of a request. Raises BadRequest for an image that cannot be decoded."""
+        model = self.batcher.model
+        if not asked.images or model.architecture.vision is None or model.tower is None:
+            return None
+        for image in asked.images.values():
+            try:
+                model.tower.try_decoding(image)
+            except ValueError as error:
+                raise BadRequest(f"images: {error}") from None
+        return ShownImages(asked.token_ids, asked.images, model.architecture.vision)

@@ -1,0 +1,158 @@
+"""New weights and adapters of a running engine: they are read while it samples with the old ones.
+
+Owns what was read and is not in the model yet. Knows neither HTTP nor when the engine may change its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+
+from agentrl.engine.embedded.architecture import Architecture
+from agentrl.engine.embedded.batching import Batcher
+from agentrl.engine.embedded.lora import Adapter, read
+from agentrl.engine.embedded.model import PackedWeights
+from agentrl.engine.embedded.requests import BadRequest
+from agentrl.engine.weight_sync import object_store, uploads, weight_file
+from agentrl.engine.weight_sync.weight_sources import Sources
+from agentrl.errors import ModelError, WeightSyncError
+from agentrl.host import free_memory
+
+
+class WeightUpdates:
+    """Updates of the model's weights from files of `sources`.
+
+    `start`, `stage` once for each file, `finish`; or `take_folder`, which is all of it. Files are read and packed in
+    another thread, so that only the swap stands between two passes."""
+
+    def __init__(self, batcher: Batcher, sources: Sources) -> None:
+        self._batcher, self._sources = batcher, sources
+        self._updating = False
+        self._staged: dict[str, torch.Tensor] = {}
+        self._packed: PackedWeights | None = None  # what is staged, once all of it is there
+        self._base: tuple[str, weight_file.Bytes] | None = None  # of the last weights from a store: deltas change it
+
+    def start(self) -> None:
+        """Begin an update; one that was not finished is dropped."""
+        self._updating, self._staged, self._packed = True, {}, None
+
+    async def stage(self, path: str, sha256: str, deadline_s: float) -> None:
+        """Read a file. Raises BadRequest if it may not, or cannot, be read."""
+        self._check_started()
+        staged = self._staged  # of this update: a later start drops it
+        try:
+            if object_store.is_url(path):
+                data = await asyncio.to_thread(self._sources.fetch, path, sha256, self._base, deadline_s)
+                self._base = (sha256, data)
+            else:
+                data = await asyncio.to_thread(self._sources.read, path, sha256)
+            staged |= await asyncio.to_thread(_tensors, data, f"update_info.path: {path!r}")
+            packed = await asyncio.to_thread(self._pack, staged)
+            if staged is self._staged:
+                self._packed = packed
+        except WeightSyncError as error:
+            raise BadRequest(f"update_info.path: {error}") from None
+
+    def finish(self, version: int) -> None:
+        """Swap the weights. Raises BadRequest if no update was started, ModelError if weights are missing or wrong."""
+        self._check_started()
+        if self._packed is None:
+            self._batcher.load(self._staged, version)
+        else:
+            self._batcher.take(self._packed, version)
+        self._updating, self._staged, self._packed = False, {}, None
+        give_back_memory()
+
+    async def take_folder(self, path: str, version: int) -> None:
+        """Read all files of a folder, then swap. Raises WeightSyncError, ModelError, BadRequest or OSError."""
+        packed = await asyncio.to_thread(self._read_folder, path)
+        self._batcher.take(packed, version)
+        give_back_memory()
+
+    def _check_started(self) -> None:
+        if not self._updating:
+            raise BadRequest("no update has been started: call /start_weight_update first")
+
+    def _pack(self, staged: dict[str, torch.Tensor]) -> PackedWeights | None:
+        """Pack weights, or return None as long as some are missing or wrong, which `finish` reports."""
+        with suppress(ModelError):
+            return self._batcher.model.pack(staged)
+        return None
+
+    def _read_folder(self, path: str) -> PackedWeights:
+        names = sorted(file.name for file in Path(path).glob("*.safetensors"))
+        if not names:
+            raise BadRequest(f"model_path: {path!r} has no safetensors files")
+        weights: dict[str, torch.Tensor] = {}
+        for name in names:
+            with self._sources.open(f"{path}/{name}") as file:
+                weights |= _tensors(weight_file.mapped(file), f"model_path: {path!r}")
+        return self._batcher.model.pack(weights)
+
+
+class Adapters:
+    """The LoRA adapters that an engine serves beside its own model, by name."""
+
+    def __init__(
+        self, architecture: Architecture, sources: Sources, *, model: str, missing: Callable[[str], BadRequest]
+    ) -> None:
+        """`model` is the name of the engine's own model; `missing` makes the error for any other name without one."""
+        self._architecture, self._sources, self._model, self._missing = architecture, sources, model, missing
+        self.inbox = uploads.Inbox(uploads.new_place())  # adapters that came over HTTP, and were not loaded yet
+        self._by_name: dict[str, Adapter] = {}
+        self._reads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def of(self, name: str | None) -> Adapter | None:
+        """The adapter of a request for `name`, or None for the model itself. Raises BadRequest for an unknown name."""
+        if name is None or name == self._model:
+            return None
+        if (adapter := self._by_name.get(name)) is None:
+            raise self._missing(name)
+        return adapter
+
+    def load(self, name: str, path: str) -> None:
+        """Load the adapter in the folder at `path`. Raises BadRequest or ModelError."""
+        if name in self._by_name:
+            raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
+        self._reads += 1
+        uploaded = self.inbox.holds(path)
+
+        def file(name: str) -> bytes:
+            if not uploaded:
+                return self._sources.adapter(path, name)
+            with self.inbox.open(path, name) as opened:
+                return opened.read()
+
+        try:
+            self._by_name[name] = read(Path(path), self._architecture, name=name, key=-self._reads, file=file)
+        except WeightSyncError as error:
+            raise BadRequest(str(error)) from None
+        finally:
+            if uploaded:
+                self.inbox.remove(path)  # it came for this, and nobody reads it again
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Raises BadRequest if there is none of this name."""
+        if self._by_name.pop(name, None) is None:
+            raise BadRequest(f"The lora adapter '{name}' cannot be found.")
+
+
+def give_back_memory() -> None:
+    """Let the system have the memory of weights that are gone, beside whatever comes next."""
+    asyncio.get_running_loop().run_in_executor(None, free_memory.give_back)
+
+
+def _tensors(data: weight_file.Bytes, place: str) -> dict[str, torch.Tensor]:
+    try:
+        return {name: tensor.float() for name, tensor in load_bytes(data.tobytes()).items()}
+    except SafetensorError as error:
+        raise BadRequest(f"{place} is not a safetensors file: {error}") from None
