@@ -55,7 +55,7 @@ async def jump_until(true: Callable[[], bool], step_s: float) -> float:
 async def test_a_call_fails_whose_predecessor_never_comes(tmp_path: Path, mock_clock: trio.testing.MockClock) -> None:
     found = list[str]()
     with CallLog(tmp_path / "calls.sqlite") as log:
-        session = log.begin_session("one")
+        session = log.clients.begin_session("one")
         model = model_id(session, 0)
 
         def accept(place: int, kind: str = "optim_step", body: bytes = b"{}") -> str:
@@ -89,7 +89,7 @@ async def test_a_call_that_comes_in_time_is_computed_in_its_order(
 ) -> None:
     found = list[str]()
     with CallLog(tmp_path / "calls.sqlite") as log:
-        session = log.begin_session("one")
+        session = log.clients.begin_session("one")
         model = model_id(session, 0)
         places = {0: "create_model", 2: "unload_model", 1: "unload_model"}
         learner = AdapterLearner(model_dir(MODEL))
@@ -112,7 +112,7 @@ async def test_a_client_that_is_gone_frees_its_memory_and_keeps_what_it_saved(
     found = list[str]()
     with CallLog(tmp_path / "calls.sqlite") as log:
         learner = AdapterLearner(model_dir(MODEL))
-        gone, there, waits = (log.begin_session(name) for name in ("gone", "there", "waits"))
+        gone, there, waits = (log.clients.begin_session(name) for name in ("gone", "there", "waits"))
         steps = [
             ("save_weights", fields(path="kept")),
             ("save_weights_for_sampler", fields(sampling_session_seq_id=0)),
@@ -136,12 +136,12 @@ async def test_a_client_that_is_gone_frees_its_memory_and_keeps_what_it_saved(
 
             assert await jump_until(ended, 30.0) >= SILENT_S
             await jump_until(lambda: len(list((tmp_path / "weights").iterdir())) == 3, 0.0)
-        assert [log.session_is(one) for one in (gone, there, waits)] == ["ended", "open", "open"]
+        assert [log.clients.session_is(one) for one in (gone, there, waits)] == ["ended", "open", "open"]
         with pytest.raises(SessionGone, match=r"the session has ended: .* was silent for too long; make a new client"):
             sessions.hear(gone)
-        assert log.weights(f"tinker://{model_id(gone, 0)}/weights/kept") is not None
-        assert log.weights(f"tinker://{model_id(gone, 0)}/sampler_weights/unnamed-2") is None
-        assert log.weights(f"tinker://{model_id(there, 0)}/sampler_weights/unnamed-2") is not None
+        assert log.clients.weights(f"tinker://{model_id(gone, 0)}/weights/kept") is not None
+        assert log.clients.weights(f"tinker://{model_id(gone, 0)}/sampler_weights/unnamed-2") is None
+        assert log.clients.weights(f"tinker://{model_id(there, 0)}/sampler_weights/unnamed-2") is not None
         assert "m2" in learner and (tmp_path / "models/2").exists()
 
 

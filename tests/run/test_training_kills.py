@@ -174,7 +174,7 @@ class FullLog(CallLog):
         if self.tried.count(call.place) == 1:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            with self._writing():
+            with self.file.writing():
                 raise error
         super().answer(call, answer, effects)
 

@@ -114,7 +114,7 @@ class SamplingCalls:
 
     async def _by_engine(self, call: Call) -> CallAnswer:
         """The answer by the engine that runs; if that ends meanwhile, by the next one."""
-        if self._log.session_is(call.session) == "ended":
+        if self._log.clients.session_is(call.session) == "ended":
             raise UsageError(SESSION_ENDED)
         for _ in range(_ENGINES):
             client = await self._engine.client()
@@ -142,7 +142,7 @@ class SamplingCalls:
         if beyond := [token for token in tokens if not 0 <= token < self._vocab]:
             raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {self._vocab - 1}")
         sampling = self._sampling(request.sampling_params, room)
-        sampler = self._log.sampler(call.owner)
+        sampler = self._log.clients.sampler(call.owner)
         assert sampler is not None
         async with adapters.held(self._weights(sampler.path)) as name:
             samples = await self._samples(call, request.num_samples, tokens, sampling, adapters.client, name)
@@ -208,7 +208,7 @@ class SamplingCalls:
         """Name and folder of the adapter at a path; None for the base model."""
         if path is None:
             return None
-        weights = self._log.weights(path)
+        weights = self._log.clients.weights(path)
         if weights is None:
             raise ConfigError("model_path", path, "its weights are gone: unnamed weights go with their session")
         check_rank("model_path", path, weights.rank, self._most_rank)

@@ -37,15 +37,15 @@ class Sessions:
 
     def hear(self, session: str) -> None:
         """A client is there. Raises SessionGone."""
-        if (state := self._log.session_is(session)) != "open":
+        if (state := self._log.clients.session_is(session)) != "open":
             raise SessionGone(session, known=state == "ended")
         self._heard[session] = trio.current_time()
 
     async def finish(self, session: str) -> None:
         """End a session; one that has ended stays so. Raises SessionGone if there was none."""
-        if self._log.session_is(session) == "unknown":
+        if self._log.clients.session_is(session) == "unknown":
             raise SessionGone(session, known=False)
-        await trio.to_thread.run_sync(self._log.end_session, session)
+        await trio.to_thread.run_sync(self._log.clients.end_session, session)
         self._heard.pop(session, None)
         await self._ended(session)
 
@@ -54,7 +54,7 @@ class Sessions:
         task_status.started()
         while True:
             try:
-                for session in await trio.to_thread.run_sync(self._log.idle_sessions):
+                for session in await trio.to_thread.run_sync(self._log.clients.idle_sessions):
                     now = trio.current_time()
                     if now - self._heard.setdefault(session, now) >= self._silent_s:
                         _log.warning("session %s was silent for %g s: it has ended", session, self._silent_s)

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.http.http_server import Answer, Typed
-from agentrl.run.training_server.call_log import CallAnswer, CallLog, ModelRecord, SamplerRecord
+from agentrl.run.training_server.call_log import CallAnswer, CallLog
+from agentrl.run.training_server.client_records import ModelRecord, SamplerRecord
 from agentrl.run.training_server.sampling_calls import SAMPLE, SamplingCalls
 from agentrl.run.training_server.sessions import SessionGone, Sessions
 from agentrl.run.training_server.tinker_messages import (
@@ -170,7 +171,7 @@ class TinkerApi:
 
     async def _create_session(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         idempotency_key = headers.get("x-idempotency-key") or secrets.token_hex(16)
-        session = await trio.to_thread.run_sync(self._log.begin_session, idempotency_key)
+        session = await trio.to_thread.run_sync(self._log.clients.begin_session, idempotency_key)
         return _json(200, type="create_session", session_id=session, warning_message=_WARNING)
 
     async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
@@ -255,7 +256,7 @@ class TinkerApi:
 
     async def _weights_info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _OfPath = parse(_OfPath, body)
-        weights = self._log.weights(request.tinker_path)
+        weights = self._log.clients.weights(request.tinker_path)
         if weights is None:
             raise HttpRefusal(404, f"this server has no weights at {request.tinker_path!r}")
         return _json(
@@ -269,7 +270,7 @@ class TinkerApi:
         )
 
     def _model(self, id: str) -> ModelRecord:
-        record = self._log.model(id)
+        record = self._log.clients.model(id)
         if record is None:
             raise HttpRefusal(404, f"there is no training client {id!r}: make it with create_lora_training_client")
         return record
@@ -286,13 +287,13 @@ class TinkerApi:
         if request.base_model is not None:
             self._check_base(request.base_model)
         if request.model_path is not None:
-            weights = self._log.weights(request.model_path)
+            weights = self._log.clients.weights(request.model_path)
             if weights is None or weights.kind != "sampler_weights":
                 hint = "this server has no such weights of save_weights_for_sampler"
                 raise ConfigError("model_path", request.model_path, hint)
         id = sampler_id(request.session_id, request.sampling_session_seq_id)
         sampler = SamplerRecord(id, request.session_id, request.model_path)
-        await trio.to_thread.run_sync(self._log.add_sampler, sampler)
+        await trio.to_thread.run_sync(self._log.clients.add_sampler, sampler)
         return _json(200, type="create_sampling_session", sampling_session_id=id)
 
     async def _sample(self, body: bytes, headers: Mapping[str, str]) -> Answer:
@@ -314,7 +315,7 @@ class TinkerApi:
         return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(wanted.num_samples)])
 
     def _sampler(self, id: str) -> SamplerRecord:
-        sampler = self._log.sampler(id)
+        sampler = self._log.clients.sampler(id)
         if sampler is None:
             raise HttpRefusal(404, f"there is no sampling client {id!r}")
         return sampler

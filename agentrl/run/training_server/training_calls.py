@@ -17,16 +17,8 @@ import trio
 from agentrl.errors import ConfigError, DiskFull, UsageError
 from agentrl.host.disk_space import is_full
 from agentrl.learner.adapter_learner import AdamStep, AdapterLearner, AdapterShape, TargetRow
-from agentrl.run.training_server.call_log import (
-    Call,
-    CallAnswer,
-    CallEffects,
-    CallLog,
-    ModelRecord,
-    SamplerRecord,
-    WeightsKind,
-    WeightsRecord,
-)
+from agentrl.run.training_server.call_log import Call, CallAnswer, CallEffects, CallLog
+from agentrl.run.training_server.client_records import ModelRecord, SamplerRecord, WeightsKind, WeightsRecord
 from agentrl.run.training_server.disk_waits import SpaceWait
 from agentrl.run.training_server.fair_turns import FairTurns
 from agentrl.run.training_server.sessions import SESSION_ENDED
@@ -154,11 +146,11 @@ class TrainingCalls:
 
     def _compute(self, call: Call) -> None:
         """Raises DiskFull, and then all is as before, but that the adapter is read back from its file."""
-        record = self._log.model(call.owner)
+        record = self._log.clients.model(call.owner)
         assert record is not None
         effects, after = CallEffects(), None
         try:
-            if self._log.session_is(call.session) == "ended":
+            if self._log.clients.session_is(call.session) == "ended":
                 raise UsageError(SESSION_ENDED)
             answer, effects, after = self._kinds[call.kind](call, record)
         except UsageError as error:
@@ -237,7 +229,7 @@ class TrainingCalls:
     def _save_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
         weights, folder = self._weights_record(call, record, "weights", request.path), self._weights_folder(call.number)
-        old = self._log.weights(weights.path)
+        old = self._log.clients.weights(weights.path)
         if old is not None and not request.overwrite:
             raise ConfigError(
                 "path", request.path, "there is a checkpoint of this name: give overwrite=True, or another"
@@ -251,7 +243,7 @@ class TrainingCalls:
     def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
         weights = self._weights_record(call, record, "sampler_weights", request.path)
-        old = self._log.weights(weights.path)
+        old = self._log.clients.weights(weights.path)
         self._ensure(record)
         self._learner.export(_name(record), self._weights_folder(call.number))
         sampler = None
@@ -270,7 +262,7 @@ class TrainingCalls:
 
     def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: LoadWeights = parse(LoadWeights, call.body)
-        weights = self._log.weights(request.path)
+        weights = self._log.clients.weights(request.path)
         if weights is None or weights.kind != "weights":
             raise ConfigError("path", request.path, "this server has no such checkpoint of save_state")
         if request.optimizer_config is not None:
@@ -336,10 +328,10 @@ class TrainingCalls:
         return weights_folder(self._folder, number)
 
     def _end(self, session: str) -> None:
-        for record in self._log.models_of(session):
+        for record in self._log.clients.models_of(session):
             self._forget(record)
             shutil.rmtree(self._state_folder(record), ignore_errors=True)
-        for number in self._log.drop_unnamed(session):
+        for number in self._log.clients.drop_unnamed(session):
             self._remove_weights(number)
 
     def _remove_weights(self, number: int) -> None:
