@@ -41,7 +41,8 @@ from agentrl.run.training_server.tinker_messages import (
     prompt_tokens,
     sample_answer,
 )
-from agentrl.run.training_server.training_calls import check_rank, weights_folder
+from agentrl.run.training_server.trained_adapters import weights_folder
+from agentrl.run.training_server.training_calls import check_rank
 
 SAMPLE = "sample"
 _DEADLINE_S = 1800.0  # of one sequence, and of scoring a prompt

@@ -1,14 +1,13 @@
 """The calls of training clients: each client's one after the other, in the order of their numbers; sessions in turns.
 
-Owns the files of the adapters under training. A call that fails leaves its adapter as it was, and says whose fault it
-is; after a failure of the server's own the adapter is read back from its file and its journaled calls.
+Owns the order of calls, and what each kind does. A call that fails leaves its adapter as it was, and says whose fault
+it is; after a failure of the server's own the adapter is read back from its file and its journaled calls.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,17 +15,15 @@ import trio
 
 from agentrl.errors import ConfigError, DiskFull, UsageError
 from agentrl.host.disk_space import is_full
-from agentrl.learner.adapter_learner import AdamStep, AdapterLearner, AdapterShape, TargetRow
+from agentrl.learner.adapter_learner import AdamStep, AdapterLearner, AdapterShape
 from agentrl.run.training_server.call_log import Call, CallAnswer, CallEffects, CallLog
 from agentrl.run.training_server.client_records import ModelRecord, SamplerRecord, WeightsKind, WeightsRecord
 from agentrl.run.training_server.disk_waits import SpaceWait
 from agentrl.run.training_server.fair_turns import FairTurns
 from agentrl.run.training_server.sessions import SESSION_ENDED
-from agentrl.run.training_server.target_losses import TargetLoss, target_loss
 from agentrl.run.training_server.tinker_messages import (
     MOST_RANK,
     CreateModel,
-    ForwardBackwardRequest,
     LoadWeights,
     OptimStep,
     SaveWeights,
@@ -35,10 +32,9 @@ from agentrl.run.training_server.tinker_messages import (
     json_answer,
     parse,
 )
+from agentrl.run.training_server.trained_adapters import FORWARD_BACKWARD, TrainedAdapters
 
-FORWARD_BACKWARD = "forward_backward"
 PATIENCE_S = 600.0  # the client itself tries for 300 to send a call
-_LIVE = 32  # adapters in memory at most
 _BYTES_PER_TOKEN = 8  # of a body: a token, its target and its columns
 _SEEDS = 1 << 31
 _BESIDE = 256.0  # tokens of a turn that computes none
@@ -62,10 +58,10 @@ class TrainingCalls:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._log, self._learner, self._folder, self._answered = log, learner, folder, answered
-        self._most_tokens, self._most_rank, self._patience_s = most_tokens, most_rank, patience_s
+        self._most_rank, self._patience_s = most_rank, patience_s
+        self._adapters = TrainedAdapters(log, learner, folder, most_tokens=most_tokens)
         self._turns, self._thread = FairTurns(1), trio.CapacityLimiter(1)
         self._driven = dict[str, trio.Event]()  # by model: set when a call came since its driver looked
-        self._recent = dict[str, None]()  # the adapters in memory, the longest unused first
         self._nursery: trio.Nursery | None = None
         self._kinds: dict[str, Callable[[Call, ModelRecord], _Done]] = {
             "create_model": self._create,
@@ -97,7 +93,7 @@ class TrainingCalls:
 
     async def end(self, session: str) -> None:
         """Forget the adapters of a session that has ended. What was saved under a name stays."""
-        await trio.to_thread.run_sync(self._end, session, limiter=self._thread)
+        await trio.to_thread.run_sync(self._adapters.end, session, limiter=self._thread)
 
     async def _drive(self, model: str) -> None:
         until = None  # when the calls that wait for one that has not come are given up
@@ -156,7 +152,7 @@ class TrainingCalls:
         except UsageError as error:
             answer = failed_answer(str(error), "user")
         except Exception as error:
-            self._forget(record)
+            self._adapters.forget(record)
             if is_full(error):
                 raise DiskFull(f"call {call.id} cannot be written: {error}") from error
             _log.exception("call %s failed", call.id)
@@ -164,7 +160,7 @@ class TrainingCalls:
         try:
             self._log.answer(call, answer, effects)
         except DiskFull:
-            self._forget(record)  # it is a call ahead of what is on disk
+            self._adapters.forget(record)  # it is a call ahead of what is on disk
             raise
         if after is not None:
             after()
@@ -181,27 +177,19 @@ class TrainingCalls:
             raise ConfigError("lora_config.train_unembed", True, hint)
         shape = AdapterShape(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp)
         seed = secrets.randbelow(_SEEDS) if lora.seed is None else lora.seed
-        self._learner.forget(_name(record))
-        self._learner.create(_name(record), shape, seed=seed)
+        self._adapters.create(record, shape, seed=seed)
         answer = json_answer(model_id=record.id, type="create_model")
         return answer, self._made(call, record, shape), None
 
     def _made(self, call: Call, record: ModelRecord, shape: AdapterShape) -> CallEffects:
-        self._used(record)
-        self._state_folder(record).mkdir(parents=True, exist_ok=True)
-        self._learner.save(_name(record), self._state(record, call.place))
+        self._adapters.save_state(record, call.place)
         return CallEffects(shape=(shape.rank, shape.attention, shape.mlp), wrote_state=True)
 
     def _forward_backward(self, call: Call, record: ModelRecord) -> _Done:
-        rows, loss = self._rows(call)
-        self._ensure(record)
+        rows, loss = self._adapters.rows(call)
+        name = self._adapters.ensure(record)
         compute = self._learner.forward_backward if call.kind == FORWARD_BACKWARD else self._learner.forward
-        return forward_backward_answer(*compute(_name(record), rows, loss.compute)), CallEffects(), None
-
-    def _rows(self, call: Call) -> tuple[list[TargetRow], TargetLoss]:
-        request = ForwardBackwardRequest.read(call.body)
-        loss = target_loss(*request.loss)
-        return request.rows(loss, vocab=self._learner.vocab, most_tokens=self._most_tokens), loss
+        return forward_backward_answer(*compute(name, rows, loss.compute)), CallEffects(), None
 
     def _optim_step(self, call: Call, record: ModelRecord) -> _Done:
         request: OptimStep = parse(OptimStep, call.body)
@@ -218,34 +206,31 @@ class TrainingCalls:
             weight_decay=adam.weight_decay,
             grad_clip=adam.grad_clip_norm,
         )
-        self._ensure(record)
+        name = self._adapters.ensure(record)
         try:
-            answer = json_answer(metrics=self._learner.step(_name(record), step))
+            answer = json_answer(metrics=self._learner.step(name, step))
         except UsageError as error:  # the gradients are gone as after a step
             answer = failed_answer(str(error), "user")
-        self._learner.save(_name(record), self._state(record, call.place))
-        return answer, CallEffects(wrote_state=True), lambda: self._drop_states(record, call.place)
+        self._adapters.save_state(record, call.place)
+        return answer, CallEffects(wrote_state=True), lambda: self._adapters.drop_states(record, call.place)
 
     def _save_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
-        weights, folder = self._weights_record(call, record, "weights", request.path), self._weights_folder(call.number)
+        weights = _weights_record(call, record, "weights", request.path)
         old = self._log.clients.weights(weights.path)
         if old is not None and not request.overwrite:
             raise ConfigError(
                 "path", request.path, "there is a checkpoint of this name: give overwrite=True, or another"
             )
-        self._ensure(record)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._learner.save(_name(record), folder / _STATE)
+        self._adapters.save_weights(record, call.number)
         answer = json_answer(path=weights.path, type="save_weights")
-        return answer, CallEffects(weights=weights), lambda: old and self._remove_weights(old.number)
+        return answer, CallEffects(weights=weights), lambda: old and self._adapters.remove_weights(old.number)
 
     def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
-        weights = self._weights_record(call, record, "sampler_weights", request.path)
+        weights = _weights_record(call, record, "sampler_weights", request.path)
         old = self._log.clients.weights(weights.path)
-        self._ensure(record)
-        self._learner.export(_name(record), self._weights_folder(call.number))
+        self._adapters.export_weights(record, call.number)
         sampler = None
         if request.path is None:
             if request.sampling_session_seq_id is None:
@@ -258,7 +243,7 @@ class TrainingCalls:
             type="save_weights_for_sampler",
         )
         effects = CallEffects(weights=weights, sampler=sampler)
-        return answer, effects, lambda: old and self._remove_weights(old.number)
+        return answer, effects, lambda: old and self._adapters.remove_weights(old.number)
 
     def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: LoadWeights = parse(LoadWeights, call.body)
@@ -270,90 +255,20 @@ class TrainingCalls:
         check_rank("path", request.path, weights.rank, self._most_rank)
         shape = AdapterShape(weights.rank, attention=weights.attention, mlp=weights.mlp)
         if record.state is None:
-            self._learner.create(_name(record), shape, seed=0)
+            self._adapters.create(record, shape, seed=0)
         else:
-            self._ensure(record)
-        self._learner.load(_name(record), self._weights_folder(weights.number) / _STATE, optimizer=request.optimizer)
+            self._adapters.ensure(record)
+        self._adapters.load_weights(record, weights.number, optimizer=request.optimizer)
         answer = json_answer(path=request.path, model_id=record.id, type="load_weights")
-        return answer, self._made(call, record, shape), lambda: self._drop_states(record, call.place)
+        return answer, self._made(call, record, shape), lambda: self._adapters.drop_states(record, call.place)
 
     def _unload(self, call: Call, record: ModelRecord) -> _Done:
-        self._forget(record)
+        self._adapters.forget(record)
         return json_answer(model_id=record.id, type="unload_model"), CallEffects(), None
-
-    # --- files and memory -----------------------------------------------------------------------------------------
-
-    def _ensure(self, record: ModelRecord) -> None:
-        """Have an adapter in memory as its calls up to now left it."""
-        if record.state is None:
-            raise UsageError(f"the training client {record.id} was not made: its first call failed")
-        name = _name(record)
-        if name not in self._learner:
-            shape = AdapterShape(record.rank, attention=record.attention, mlp=record.mlp)
-            self._learner.create(name, shape, seed=0)
-            try:
-                self._learner.load(name, self._state(record, record.state))
-                for call in self._log.since_state(record, FORWARD_BACKWARD):
-                    rows, loss = self._rows(call)
-                    self._learner.forward_backward(name, rows, loss.compute)
-            except BaseException:
-                self._learner.forget(name)
-                raise
-        self._used(record)
-
-    def _used(self, record: ModelRecord) -> None:
-        self._recent.pop(name := _name(record), None)
-        self._recent[name] = None
-        while len(self._recent) > _LIVE:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            self._learner.forget(oldest)
-
-    def _forget(self, record: ModelRecord) -> None:
-        self._recent.pop(_name(record), None)
-        self._learner.forget(_name(record))
-
-    def _state_folder(self, record: ModelRecord) -> Path:
-        return self._folder / "models" / str(record.number)
-
-    def _state(self, record: ModelRecord, place: int) -> Path:
-        return self._state_folder(record) / f"{place}.safetensors"
-
-    def _drop_states(self, record: ModelRecord, place: int) -> None:
-        for file in self._state_folder(record).glob("*.safetensors"):
-            if file != self._state(record, place):
-                file.unlink(missing_ok=True)
-
-    def _weights_folder(self, number: int) -> Path:
-        return weights_folder(self._folder, number)
-
-    def _end(self, session: str) -> None:
-        for record in self._log.clients.models_of(session):
-            self._forget(record)
-            shutil.rmtree(self._state_folder(record), ignore_errors=True)
-        for number in self._log.clients.drop_unnamed(session):
-            self._remove_weights(number)
-
-    def _remove_weights(self, number: int) -> None:
-        shutil.rmtree(self._weights_folder(number), ignore_errors=True)
-
-    def _weights_record(self, call: Call, record: ModelRecord, kind: WeightsKind, name: str | None) -> WeightsRecord:
-        if name is not None and (not name or "/" in name or len(name) > 256):
-            raise ConfigError("path", name, "give a name of at most 256 characters without '/'")
-        path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"
-        return WeightsRecord(
-            call.number, path, record.id, kind, record.rank, record.attention, record.mlp, name is not None
-        )
 
 
 _Done = tuple[CallAnswer, CallEffects, Callable[[], object] | None]
 """The answer of a call, what it changed, and what to do when both are written."""
-_STATE = "state.safetensors"
-
-
-def weights_folder(folder: Path, number: int) -> Path:
-    """Where saved weights lie."""
-    return folder / "weights" / str(number)
 
 
 def sampler_id(session: str, number: int) -> str:
@@ -366,8 +281,13 @@ def model_id(session: str, number: int) -> str:
     return f"{session}:train:{number}"
 
 
-def _name(record: ModelRecord) -> str:
-    return f"m{record.number}"
+def _weights_record(call: Call, record: ModelRecord, kind: WeightsKind, name: str | None) -> WeightsRecord:
+    if name is not None and (not name or "/" in name or len(name) > 256):
+        raise ConfigError("path", name, "give a name of at most 256 characters without '/'")
+    path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"
+    return WeightsRecord(
+        call.number, path, record.id, kind, record.rank, record.attention, record.mlp, name is not None
+    )
 
 
 def _check_optimizer(kind: str) -> None:
