@@ -1,4 +1,4 @@
-"""The door of a training server: the routes of the Tinker API, its key, and futures that are waited for.
+"""The door of a training server: the routes of the Tinker API, its key, and futures that clients wait for.
 
 A request whose call cannot be numbered is refused with a status of HTTP; what is wrong with a call itself is the answer
 of its future, so that the calls after it go on.
@@ -11,7 +11,7 @@ import json
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import trio
 from pydantic import Field
@@ -33,10 +33,16 @@ from agentrl.run.training_server.tinker_messages import (
     cut,
     parse,
 )
-from agentrl.run.training_server.training_calls import FORWARD_BACKWARD, TrainingCalls, model_id, sampler_id
+from agentrl.run.training_server.trained_adapters import FORWARD_BACKWARD
+from agentrl.run.training_server.training_calls import TrainingCalls, model_id, sampler_id
 
 _WAIT_S = 30.0  # for an answer, before a client is asked to come again; it waits for 45
 _WARNING = "this server trains no adapter on the unembedding: train_unembed has no effect"
+_FIXED: Mapping[str, Mapping[str, object]] = {  # answers that depend on nothing
+    "client/config": {"use_pyqwest_transport": False},
+    "client/dynamic_config": {},
+    "telemetry": {"status": "accepted"},
+}
 _TYPES = {"json": "application/json", "failed": "application/json", "protobuf": "application/x-protobuf"}
 
 
@@ -74,21 +80,57 @@ class _OfPath(TinkerRequest):
     tinker_path: str
 
 
+class Futures:
+    """Answers of calls that clients wait for."""
+
+    def __init__(self, log: CallLog) -> None:
+        self._log = log
+        self._waiters: defaultdict[str, set[trio.Event]] = defaultdict(set)
+
+    def answered(self, call: str) -> None:
+        """Wake all who wait for a call that has its answer now."""
+        for event in self._waiters.pop(call, ()):
+            event.set()
+
+    async def wait(self, call: str) -> CallAnswer | Literal["pending", "unknown"]:
+        """The answer of a call; "pending" if it has none after `_WAIT_S`."""
+        event = trio.Event()
+        self._waiters[call].add(event)
+        try:
+            answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            if answer == "pending":
+                with trio.move_on_after(_WAIT_S):
+                    await event.wait()
+                    answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            return answer
+        finally:
+            if call in self._waiters:
+                self._waiters[call].discard(event)
+                if not self._waiters[call]:
+                    del self._waiters[call]
+
+
 class TinkerApi:
     """`http_server.Handler`. `name` is the base model's, `tokenizer` where clients on this machine find its
     tokenizer."""
 
-    def __init__(self, log: CallLog, *, key: str | None, name: str, tokenizer: str, max_context: int) -> None:
+    def __init__(
+        self,
+        log: CallLog,
+        *,
+        sessions: Sessions,
+        training: TrainingCalls,
+        sampling: SamplingCalls,
+        futures: Futures,
+        key: str | None,
+        name: str,
+        tokenizer: str,
+        max_context: int,
+    ) -> None:
         self._log, self._key, self._name, self._tokenizer = log, key, name, tokenizer
+        self._sessions, self._training, self._sampling, self._futures = sessions, training, sampling, futures
         self._max_context = max_context
-        self._waiters: defaultdict[str, set[trio.Event]] = defaultdict(set)
-        self.training: TrainingCalls | None = None
-        self.sampling: SamplingCalls | None = None
-        self.sessions: Sessions | None = None
         self._posts: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Answer]]] = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._nothing_to_say,
-            "telemetry": self._telemetry,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._create_model,
@@ -100,11 +142,6 @@ class TinkerApi:
             "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
         }
-
-    def answered(self, call: str) -> None:
-        """A call has its answer: who waits for it gets it."""
-        for event in self._waiters.pop(call, ()):
-            event.set()
 
     def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes | Typed] | None:
         """The answer to a request without the key, whose body is not read."""
@@ -124,6 +161,8 @@ class TinkerApi:
                 return self._get(route)
             if method != "POST":
                 raise HttpRefusal(404, "")
+            if route in _FIXED:
+                return _json(200, **_FIXED[route])
             if (handler := self._posts.get(route)) is not None:
                 return await handler(content, headers)
             if route in ("optim_step", "save_weights", "save_weights_for_sampler", "unload_model"):
@@ -160,15 +199,6 @@ class TinkerApi:
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
-    async def _client_config(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        return _json(200, use_pyqwest_transport=False)
-
-    async def _nothing_to_say(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        return _json(200)
-
-    async def _telemetry(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        return _json(200, status="accepted")
-
     async def _create_session(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         idempotency_key = headers.get("x-idempotency-key") or secrets.token_hex(16)
         session = await trio.to_thread.run_sync(self._log.clients.begin_session, idempotency_key)
@@ -176,23 +206,18 @@ class TinkerApi:
 
     async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _OfSession = parse(_OfSession, body)
-        self._hear(request.session_id)
+        self._sessions.hear(request.session_id)
         return _json(200, type="session_heartbeat")
 
     async def _finish(self, session: str) -> Answer:
-        assert self.sessions is not None
-        await self.sessions.finish(session)
+        await self._sessions.finish(session)
         return _json(200)
-
-    def _hear(self, session: str) -> None:
-        assert self.sessions is not None
-        self.sessions.hear(session)
 
     # --- training clients -----------------------------------------------------------------------------------------
 
     async def _create_model(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: CreateModel = parse(CreateModel, body)
-        self._hear(request.session_id)
+        self._sessions.hear(request.session_id)
         self._check_base(request.base_model)
         model = model_id(request.session_id, request.model_seq_id)
         return await self._accept(request.session_id, model, 0, "create_model", body, model=model)
@@ -205,7 +230,7 @@ class TinkerApi:
             return await self._numbered("load_weights", body)
         if request.model_seq_id is None:
             raise ConfigError("model_seq_id", None, "give the number of the training client in its session")
-        self._hear(request.session_id)
+        self._sessions.hear(request.session_id)
         if request.base_model is not None:
             self._check_base(request.base_model)
         model = model_id(request.session_id, request.model_seq_id)
@@ -229,15 +254,14 @@ class TinkerApi:
     async def _accept(
         self, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
     ) -> Answer:
-        self._hear(session)
+        self._sessions.hear(session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(session=session, owner=owner, place=place, kind=kind, body=body, model=model)
 
         id, fresh = await trio.to_thread.run_sync(accept)
         if fresh:
-            assert self.training is not None
-            self.training.came(owner)
+            self._training.came(owner)
         return _json(200, request_id=id, model_id=owner)
 
     async def _info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
@@ -283,7 +307,7 @@ class TinkerApi:
 
     async def _create_sampler(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: CreateSampler = parse(CreateSampler, body)
-        self._hear(request.session_id)
+        self._sessions.hear(request.session_id)
         if request.base_model is not None:
             self._check_base(request.base_model)
         if request.model_path is not None:
@@ -300,7 +324,7 @@ class TinkerApi:
         sample_number: _SampleNumber = parse(_SampleNumber, body)
         wanted: SampleRequest = parse(SampleRequest, body)
         sampler = self._sampler(sample_number.sampling_session_id)
-        self._hear(sampler.session)
+        self._sessions.hear(sampler.session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(
@@ -309,9 +333,8 @@ class TinkerApi:
 
         id, fresh = await trio.to_thread.run_sync(accept)
         if fresh:
-            assert self.sampling is not None
             call = await trio.to_thread.run_sync(self._log.call, id)
-            self.sampling.came(call)
+            self._sampling.came(call)
         return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(wanted.num_samples)])
 
     def _sampler(self, id: str) -> SamplerRecord:
@@ -324,28 +347,12 @@ class TinkerApi:
 
     async def _retrieve(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _Named = parse(_Named, body)
-        answer = await self._waited(request.request_id)
+        answer = await self._futures.wait(request.request_id)
         if isinstance(answer, CallAnswer):
             return 200, Typed(_TYPES[answer.form], answer.data)
         if answer == "unknown":
             raise HttpRefusal(404, f"there is no future {request.request_id!r}")
         return _json(408, type="try_again", request_id=request.request_id, queue_state="active")
-
-    async def _waited(self, call: str) -> CallAnswer | str:
-        event = trio.Event()
-        self._waiters[call].add(event)
-        try:
-            answer = await trio.to_thread.run_sync(self._log.answer_of, call)
-            if answer == "pending":
-                with trio.move_on_after(_WAIT_S):
-                    await event.wait()
-                    answer = await trio.to_thread.run_sync(self._log.answer_of, call)
-            return answer
-        finally:
-            if call in self._waiters:
-                self._waiters[call].discard(event)
-                if not self._waiters[call]:
-                    del self._waiters[call]
 
 
 def _refused(status: int, error: Exception) -> tuple[int, Typed]:

@@ -29,7 +29,7 @@ from agentrl.run.training_server.call_log import CallLog
 from agentrl.run.training_server.kept_engine import KeptEngine
 from agentrl.run.training_server.sampling_calls import HELD, SamplingCalls
 from agentrl.run.training_server.sessions import SILENT_S, Sessions
-from agentrl.run.training_server.tinker_api import TinkerApi
+from agentrl.run.training_server.tinker_api import Futures, TinkerApi
 from agentrl.run.training_server.tinker_messages import MOST_RANK, messages
 from agentrl.run.training_server.training_calls import TrainingCalls
 
@@ -110,18 +110,16 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
         with CallLog(folder / "calls.sqlite") as log:
             async with trio.open_nursery() as nursery:
                 await nursery.start(kept_engine.run)
-                api = TinkerApi(
-                    log, key=key, name=settings.model, tokenizer=str(model), max_context=settings.max_context
-                )
-                api.training = TrainingCalls(
+                futures = Futures(log)
+                training = TrainingCalls(
                     log,
                     learner,
                     folder,
                     most_tokens=settings.max_context,
                     most_rank=most_rank,
-                    answered=api.answered,
+                    answered=futures.answered,
                 )
-                api.sampling = SamplingCalls(
+                sampling = SamplingCalls(
                     log,
                     kept_engine,
                     folder,
@@ -131,12 +129,23 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                     max_context=settings.max_context,
                     places=engine.max_batch,
                     ends=Renderer(model).stop_token_ids,
-                    answered=api.answered,
+                    answered=futures.answered,
                 )
-                api.sessions = Sessions(log, silent_s=settings.silent_s, ended=api.training.end)
-                await nursery.start(api.sessions.run)
-                await nursery.start(api.training.run)
-                await nursery.start(api.sampling.run)
+                sessions = Sessions(log, silent_s=settings.silent_s, ended=training.end)
+                api = TinkerApi(
+                    log,
+                    sessions=sessions,
+                    training=training,
+                    sampling=sampling,
+                    futures=futures,
+                    key=key,
+                    name=settings.model,
+                    tokenizer=str(model),
+                    max_context=settings.max_context,
+                )
+                await nursery.start(sessions.run)
+                await nursery.start(training.run)
+                await nursery.start(sampling.run)
                 raise_open_files(_BOUNDS)
                 nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
                 host = f"[{settings.host}]" if ":" in settings.host else settings.host
