@@ -185,6 +185,129 @@ class Counters:
     passes: int = 0
 
 
+class PassPlanner:
+    """Chooses which tokens the next pass computes, and lays them out as rows of the model."""
+
+    def __init__(self, model: EmbeddedModel, slots: CacheSlots, counters: Counters, pass_tokens: int) -> None:
+        self._model, self._slots, self._counters, self._pass_tokens = model, slots, counters, pass_tokens
+
+    def plan(
+        self, running: Mapping[str, BatchRequest], version: int
+    ) -> tuple[list[BatchRequest], list[tuple[BatchRequest, int]]]:
+        """The requests that get one row, and those that get several, with their number. Prompts are taken in order of
+        arrival."""
+        slots, budget = self._slots, self._pass_tokens
+        singles: list[BatchRequest] = []
+        runs: list[tuple[BatchRequest, int]] = []
+        for request in running.values():
+            computed = int(slots.computed[request.slot])
+            if computed < len(request.tokens) - 1 or request.cached < 0:
+                if budget <= 0:
+                    continue
+                computed = slots.adopt(request.slot, _key(request, version))
+                # A group's members arrive together. The first of them computes the prompt in this pass, and the others
+                # copy it in the next one: a pass of patience costs less than the same prompt once for each member.
+                leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
+                if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
+                    continue
+                if request.cached < 0:
+                    self._count_prefix(request, computed)
+            pending = len(request.tokens) - computed
+            if pending == 1:
+                singles.append(request)
+            else:
+                runs.append((request, min(pending, budget)))
+                budget -= min(pending, budget)
+        self._compact(singles, running)
+        return singles, runs
+
+    def _count_prefix(self, request: BatchRequest, computed: int) -> None:
+        request.cached = computed
+        self._counters.prefix_queries += request.prompt_length
+        self._counters.prefix_hits += computed
+        self._counters.prompt += request.prompt_length
+
+    def _compact(self, singles: list[BatchRequest], running: Mapping[str, BatchRequest]) -> None:
+        """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
+        bound = len(singles) + len(singles) // 4 + 2
+        by_slot = {request.slot: request for request in running.values()}
+        wanted = {request.slot for request in singles}
+        holes = (slot for slot in range(bound) if slot not in wanted)
+        for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
+            hole = next(holes)
+            self._slots.exchange(slot, hole)
+            other = by_slot.pop(hole, None)
+            by_slot[slot].slot = hole
+            if other is not None:
+                other.slot = slot
+
+    def rows(
+        self, singles: list[BatchRequest], runs: list[tuple[BatchRequest, int]]
+    ) -> tuple[PassRows, list[BatchRequest]]:
+        """The rows of a pass, and the requests of which it samples a token."""
+        slots = self._slots
+        tokens = [request.tokens[-1] for request in singles]
+        positions = [len(request.tokens) - 1 for request in singles]
+        single_slots = [request.slot for request in singles]
+        adapters = [request.adapter for request in singles]  # of each row
+        wanted, sampling = list(range(len(singles))), list(singles)
+        lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
+        for slot, position in zip(single_slots, positions, strict=True):
+            lengths[slot] = position + 1
+        planned: list[TokenRun] = []
+        for request, count in runs:
+            start, row = int(slots.computed[request.slot]), len(tokens)
+            tokens += request.tokens[start : start + count]
+            positions += range(start, start + count)
+            adapters += [request.adapter] * count
+            planned.append(TokenRun(request.slot, start, slice(row, row + count)))
+            if start + count == len(request.tokens):
+                wanted.append(len(tokens) - 1)
+                sampling.append(request)
+        parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
+        parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
+        turned_N3, shown = self._shown(parts)
+        rows = PassRows(
+            tokens_N=torch.tensor(tokens),
+            positions_N=torch.tensor(positions),
+            turned_N3=turned_N3,
+            shown=shown,
+            single_slots_N=torch.tensor(single_slots, dtype=torch.long),
+            lengths_S=torch.tensor(lengths, dtype=torch.long),
+            longest=self._model.attended(max(lengths, default=0), slots.length),
+            shortest=min(positions[: len(singles)], default=-1) + 1,
+            runs=tuple(planned),
+            wanted_N=torch.tensor(wanted, dtype=torch.long),
+            shared=share(slots, single_slots),
+            adapted=adapted(adapters, wanted),
+        )
+        return rows, sampling
+
+    def _shown(
+        self, parts: Sequence[tuple[BatchRequest, int, int]]
+    ) -> tuple[torch.Tensor | None, tuple[tuple[slice, torch.Tensor], ...]]:
+        """Positions and image tokens of the rows of a pass; each of `parts` is a request, the number of its first
+        token, and how many tokens. Without images in any request there are none: (None, ())."""
+        if all(request.shown is None for request, _, _ in parts):
+            return None, ()
+        turned, image_rows, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
+        for request, start, count in parts:
+            if request.shown is None:
+                turned.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
+            else:
+                assert self._model.tower is not None, "a model without one takes no images"
+                turned.append(request.shown.turned(start, count))
+                for offset, tokens_NH in request.shown.within(start, count, self._model.tower):
+                    image_rows.append((slice(row + offset, row + offset + len(tokens_NH)), tokens_NH))
+            row += count
+        return torch.cat(turned), tuple(image_rows)
+
+
+def _key(request: BatchRequest, version: int) -> int:
+    """Key of the request's weights: keys and values of other weights have another one."""
+    return version if request.adapter is None else request.adapter.key
+
+
 # Why weights change between two passes of running requests, and what becomes of their keys and values.
 #
 # The learner makes new weights with each step, and a long turn may take longer than a step. To wait until every request
@@ -231,7 +354,8 @@ class Batcher:
         self.decode = decode
         self.slots = CacheSlots(kv)
         self._max_batch = min(max_batch, len(self.slots.busy))
-        self._stream_tokens, self._pass_tokens = stream_tokens, pass_tokens
+        self._stream_tokens = stream_tokens
+        self._planner = PassPlanner(model, self.slots, self.counters, pass_tokens)
         self.waiting: deque[BatchRequest] = deque()
         self.running: dict[str, BatchRequest] = {}
         self._generator = torch.Generator()
@@ -335,11 +459,11 @@ class Batcher:
     def step(self) -> None:
         """One forward pass and one sampled token for every request that is up to date."""
         self._admit()
-        singles, runs = self._plan()
+        singles, runs = self._planner.plan(self.running, self.version)
         if not singles and not runs:
             return
         with torch.inference_mode():
-            rows, sampling = self._rows(singles, runs)
+            rows, sampling = self._planner.rows(singles, runs)
             logits_BV = self.model.forward(rows, self.slots.kv)
             for request in singles:
                 self.slots.computed[request.slot] += 1
@@ -349,126 +473,15 @@ class Batcher:
             if sampling:
                 self._sample(logits_BV, sampling)
 
-    def _key(self, request: BatchRequest) -> int:
-        """Key of the request's weights: keys and values of other weights have another one."""
-        return self.version if request.adapter is None else request.adapter.key
-
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
-            slot = self.slots.acquire(self.waiting[0].tokens, self._key(self.waiting[0]))
+            slot = self.slots.acquire(self.waiting[0].tokens, _key(self.waiting[0], self.version))
             if slot is None:
                 return
             request = self.waiting.popleft()
             request.slot = slot
             request.cached = -1
             self.running[request.id] = request
-
-    def _plan(self) -> tuple[list[BatchRequest], list[tuple[BatchRequest, int]]]:
-        """Who gets one row, and who how many. Prompts are taken in order of arrival."""
-        slots, budget = self.slots, self._pass_tokens
-        singles: list[BatchRequest] = []
-        runs: list[tuple[BatchRequest, int]] = []
-        for request in self.running.values():
-            computed = int(slots.computed[request.slot])
-            if computed < len(request.tokens) - 1 or request.cached < 0:
-                if budget <= 0:
-                    continue
-                computed = slots.adopt(request.slot, self._key(request))
-                # A group's members arrive together. The first of them computes the prompt in this pass, and the others
-                # copy it in the next one: a pass of patience costs less than the same prompt once for each member.
-                leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
-                if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
-                    continue
-                if request.cached < 0:
-                    self._count_prefix(request, computed)
-            pending = len(request.tokens) - computed
-            if pending == 1:
-                singles.append(request)
-            else:
-                runs.append((request, min(pending, budget)))
-                budget -= min(pending, budget)
-        self._compact(singles)
-        return singles, runs
-
-    def _count_prefix(self, request: BatchRequest, computed: int) -> None:
-        request.cached = computed
-        self.counters.prefix_queries += request.prompt_length
-        self.counters.prefix_hits += computed
-        self.counters.prompt += request.prompt_length
-
-    def _compact(self, singles: list[BatchRequest]) -> None:
-        """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
-        bound = len(singles) + len(singles) // 4 + 2
-        by_slot = {request.slot: request for request in self.running.values()}
-        wanted = {request.slot for request in singles}
-        holes = (slot for slot in range(bound) if slot not in wanted)
-        for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
-            hole = next(holes)
-            self.slots.exchange(slot, hole)
-            other = by_slot.pop(hole, None)
-            by_slot[slot].slot = hole
-            if other is not None:
-                other.slot = slot
-
-    def _rows(
-        self, singles: list[BatchRequest], runs: list[tuple[BatchRequest, int]]
-    ) -> tuple[PassRows, list[BatchRequest]]:
-        slots = self.slots
-        tokens = [request.tokens[-1] for request in singles]
-        positions = [len(request.tokens) - 1 for request in singles]
-        single_slots = [request.slot for request in singles]
-        adapters = [request.adapter for request in singles]  # of each row
-        wanted, sampling = list(range(len(singles))), list(singles)
-        lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
-        for slot, position in zip(single_slots, positions, strict=True):
-            lengths[slot] = position + 1
-        planned: list[TokenRun] = []
-        for request, count in runs:
-            start, row = int(slots.computed[request.slot]), len(tokens)
-            tokens += request.tokens[start : start + count]
-            positions += range(start, start + count)
-            adapters += [request.adapter] * count
-            planned.append(TokenRun(request.slot, start, slice(row, row + count)))
-            if start + count == len(request.tokens):
-                wanted.append(len(tokens) - 1)
-                sampling.append(request)
-        parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
-        parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
-        turned_N3, shown = self._shown(parts)
-        rows = PassRows(
-            tokens_N=torch.tensor(tokens),
-            positions_N=torch.tensor(positions),
-            turned_N3=turned_N3,
-            shown=shown,
-            single_slots_N=torch.tensor(single_slots, dtype=torch.long),
-            lengths_S=torch.tensor(lengths, dtype=torch.long),
-            longest=self.model.attended(max(lengths, default=0), slots.length),
-            shortest=min(positions[: len(singles)], default=-1) + 1,
-            runs=tuple(planned),
-            wanted_N=torch.tensor(wanted, dtype=torch.long),
-            shared=share(slots, single_slots),
-            adapted=adapted(adapters, wanted),
-        )
-        return rows, sampling
-
-    def _shown(
-        self, parts: Sequence[tuple[BatchRequest, int, int]]
-    ) -> tuple[torch.Tensor | None, tuple[tuple[slice, torch.Tensor], ...]]:
-        """Positions and image tokens of the rows of a pass; each of `parts` is a request, the number of its first
-        token, and how many tokens. Without images in any request there are none: (None, ())."""
-        if all(request.shown is None for request, _, _ in parts):
-            return None, ()
-        turned, image_rows, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
-        for request, start, count in parts:
-            if request.shown is None:
-                turned.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
-            else:
-                assert self.model.tower is not None, "a model without one takes no images"
-                turned.append(request.shown.turned(start, count))
-                for offset, tokens_NH in request.shown.within(start, count, self.model.tower):
-                    image_rows.append((slice(row + offset, row + offset + len(tokens_NH)), tokens_NH))
-            row += count
-        return torch.cat(turned), tuple(image_rows)
 
     def _sample(self, logits_BV: torch.Tensor, requests: list[BatchRequest]) -> None:
         tokens_B, logprobs_B, sets = sample(logits_BV, [request.sampling for request in requests], self._generator)
