@@ -35,7 +35,7 @@ from agentrl.learner.data.prefix_trees import Branch, Pack, packs, stem
 from agentrl.learner.data.rows import Row
 from agentrl.learner.flops import EXPERTS, operations, prices
 from agentrl.learner.model.load import load
-from agentrl.learner.model.models import Models
+from agentrl.learner.model.models import ModelPasses, Models
 from agentrl.learner.parallel.pass_shards import pieces, spans
 from agentrl.learner.parallel.ranks import ALONE
 
@@ -196,7 +196,7 @@ def _traced(
     if on_gpu:
         for model in models.language_models():
             model.layout = Counted
-    optimizers = list(models.optimizers.values())
+    model_passes, optimizers = ModelPasses(models), list(models.optimizers.values())
     (pack,) = packs([rows], 1 << 60)
     prompt_stem = stem(rows, passes)
     if passes > 1 and len(prompt_stem) and models.prompt_once:
@@ -214,11 +214,11 @@ def _traced(
         static = tracker.now
         tracker.peak = static
         activations = lent = along = 0
-        with models.stem():
+        with model_passes.stem():
             for _ in range(1 if pack.stem is None else 2):  # in the second the sums of the stem's gradients are there
-                models.others(pack)
-                outputs = models.forward(pack, trained=tuple(models.optimizers))
-                activations, lent = tracker.now - static, models.lent_bytes
+                model_passes.others(pack)
+                outputs = model_passes.forward(pack, trained=tuple(models.optimizers))
+                activations, lent = tracker.now - static, model_passes.lent_bytes
                 if not settings.train.gradient_checkpointing:
                     along = along or sum(Counted.heard)  # in the first the stem's are among them
                 results = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)

@@ -23,7 +23,7 @@ from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ConfigError
 from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Pack
-from agentrl.learner.model.models import Models
+from agentrl.learner.model.models import ModelPasses, Models
 from agentrl.learner.moe.routers import Routers, listening
 from agentrl.learner.moe.routing_replay import Routed, check, routed
 from agentrl.learner.optimizers.lr_schedule import lr_share
@@ -64,7 +64,7 @@ class RankWorker:
         torch.manual_seed(settings.seed)
         self.models = Models(settings, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks)
         check(settings.train, self.models.policies(), routed=settings.routed_experts)
-        self.model = self.models.policy
+        self.model, self.passes = self.models.policy, ModelPasses(self.models)
         self.step_index = 0
         self.watch = Stopwatch()
         self.on_pass: PassHook | None = None
@@ -90,7 +90,7 @@ class RankWorker:
         """The passes on this rank's device, grouped by shared prompt; the prompt's own backward pass comes after its
         group. The time goes to `part` of the step."""
         for _, group in groupby(share, lambda scheduled: (scheduled.pack.policy, scheduled.pack.stem)):
-            with self.models.stem():
+            with self.passes.stem():
                 yield from ((scheduled, self._on_device(scheduled)) for scheduled in group)
             self.watch.lap(part)
             self.progress()
@@ -100,7 +100,7 @@ class RankWorker:
         results: list[dict[str, Tensor]] = []
         for _, pack in self._passes(share, "proximal"):
             self.progress()
-            results.append(self.models.columns(pack))
+            results.append(self.passes.columns(pack))
         return moved(results, "cpu")
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class RankWorker:
         results: list[Routed] = []
         for _, pack in self._passes(share, "forward"):
             with listening(self.routers_of(pack)) as heard:
-                self.models.forward(pack, trained=())
+                self.passes.forward(pack, trained=())
             assert heard is not None, "only passes of mixtures"
             results.append(routed(heard))
             self.progress()
@@ -119,10 +119,10 @@ class RankWorker:
         """Forward and backward; accumulate gradients."""
         results: list[PassResult] = []
         for scheduled, pack in self._passes(share, "backward"):
-            others = {} if "proximal" in pack.columns else self.models.others(pack)
+            others = {} if "proximal" in pack.columns else self.passes.others(pack)
             trained = pack.algo.trained(self.step_index)
             with listening(self.routers_of(pack)) as heard:
-                outputs = self.models.forward(pack, trained=trained)
+                outputs = self.passes.forward(pack, trained=trained)
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)

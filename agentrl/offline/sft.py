@@ -276,7 +276,7 @@ class _Training:
             rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
         ):
             accuracy = _Accuracy(learner)
-            outputs = learner.models.forward(pack, trained=())
+            outputs = learner.worker.passes.forward(pack, trained=())
             accuracy.count(pack, pack.columns, outputs)
             accuracy.close()
             loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())

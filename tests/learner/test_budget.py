@@ -20,7 +20,7 @@ from agentrl.learner.data.rows import Row
 from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory_budget import Kernel, MemoryBudget, Tracker, held
-from agentrl.learner.model.models import Models
+from agentrl.learner.model.models import ModelPasses, Models
 from agentrl.learner.parallel.collective_trace import first_of
 from agentrl.records import Group
 
@@ -222,7 +222,7 @@ def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: P
             models.policy.layout = Layout
             (pack,) = packs([rows], 1 << 60)
             with (tracker := Tracker()):
-                outputs = models.forward(pack, trained=("policy",))
+                outputs = ModelPasses(models).forward(pack, trained=("policy",))
             assert outputs.logprobs_K.requires_grad
             return tracker.now
 

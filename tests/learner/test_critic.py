@@ -59,7 +59,7 @@ def test_values_over_trees_are_those_of_single_rows(qwen3_dir: Path, trunk: Trun
     algo = learner.settings.algo
     rows = group_rows(random_group(1, seed=3), algo, step_of=STEP_OF, step_now=0, max_lag=9).rows
     (pack,) = packs([rows], 4096)
-    got = learner.models.columns(pack)["values"]
+    got = learner.worker.passes.columns(pack)["values"]
     module = AutoModelForCausalLM.from_pretrained(qwen3_dir, attn_implementation="eager")
     expected = []
     for row in rows:

@@ -94,8 +94,8 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
     (pack,) = packs([group_rows(group, learner.settings.algo, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
     second = PolicyModel(folder)
     expected = second.logprobs(pack, temperature=1.0)[0]
-    assert torch.equal(learner.models.others(pack)["reference"], expected)
-    assert not torch.equal(learner.models.columns(pack)["proximal"], expected)
+    assert torch.equal(learner.worker.passes.others(pack)["reference"], expected)
+    assert not torch.equal(learner.worker.passes.columns(pack)["proximal"], expected)
 
 
 @each_case("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])

@@ -97,10 +97,6 @@ class Critic:
         return {**trunk_tensors, **{f"head.{name}": p for name, p in self.head.named_parameters()}}
 
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch and transformers leave parts of their signatures untyped)
-
-
 class Follower:
     """Begins as the policy is. The average of an adapter is that of its matrices A and B, each by itself."""
 
@@ -178,10 +174,6 @@ class Follower:
             fill(tensor, tensors[name])
 
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch and transformers leave parts of their signatures untyped)
-
-
 REFERENCE = "reference"
 
 
@@ -213,21 +205,20 @@ class Models:
         """Load the models. With several `ranks`, each has a shard of every model. Raises ModelError for a folder that
         cannot be used."""
         train, critic = settings.train, algorithms.slots(settings.algorithms)
-        self._settings, self._temperature, self._ranks = settings, settings.temperature, ranks
+        self.settings, self._ranks = settings, ranks
         ranks.arrange(train.parallel)
         adapter = train if train.lora_rank else None
         self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=settings.adapted_roles)
         self.own = {role: self._load(folder_of(of), device, held=train) for role, of in settings.role_models.items()}
-        self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
+        self.frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         self.moving: dict[str, Follower] = {}
-        self._roots: dict[str, Roots] = {}  # of the stem of the passes under way, by model
         for role in (None, *self.own):
             slots, begun = algorithms.slots(settings.algorithms_of(role)), self.of(role).folder
             for name, folder in slots.frozen.items():
                 reference = reference_dir if name == REFERENCE and role is None else None
                 chosen = folder_of(folder) if folder else reference or begun
                 below = bool(train.lora_rank) and chosen == begun
-                self._frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
+                self.frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
             for name, follows in slots.moving.items():
                 self.moving[_named(name, role)] = Follower(self.of(role).module, follows)
         self.critic: Critic | None = None
@@ -259,7 +250,7 @@ class Models:
         frozen: bool = False,
         headless: bool = False,
     ) -> PolicyModel:
-        train = self._settings.train
+        train = self.settings.train
         return PolicyModel(
             folder,
             device=device,
@@ -285,7 +276,7 @@ class Models:
             outer += [weight for layer in layers for weight in layer.parameters()]
         roles = roles_of(model.module for model in models)
         tables = {id(weight) for weight in outer} | roles.embeddings
-        return optimizers.make(self._settings.train, parameters, lr, outer=tables, vectors=roles.others)
+        return optimizers.make(self.settings.train, parameters, lr, outer=tables, vectors=roles.others)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
@@ -310,12 +301,12 @@ class Models:
     def language_models(self) -> list[PolicyModel]:
         """All that are loaded: the policies, a critic's own trunk, frozen ones."""
         trunk = [self.critic.trunk] if self.critic is not None and self.critic.own else []
-        return [*self.policies(), *trunk, *(model for model in self._frozen.values() if model is not None)]
+        return [*self.policies(), *trunk, *(model for model in self.frozen.values() if model is not None)]
 
     def held(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors of models that learn, and those of the others; not copied."""
         moving = [tensor for follower in self.moving.values() for tensor in follower.tensors().values()]
-        frozen = [model for model in self._frozen.values() if model is not None]
+        frozen = [model for model in self.frozen.values() if model is not None]
         learning = [model for model in self.language_models() if model not in frozen]
         head = [] if self.critic is None else list(self.critic.head.parameters())
         of_learning = [tensor for model in learning for tensor in _tensors(model)]
@@ -338,7 +329,65 @@ class Models:
         ]
         return [tensor for optimizer in apart for tensor in optimizer.away()]
 
-    # --- passes ---------------------------------------------------------------------------------------------------
+    @property
+    def prompt_once(self) -> bool:
+        """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
+        return self.settings.train.prompt_once and all(model.has_stems for model in self.language_models())
+
+    # --- updates --------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, names: Sequence[str], *, loss: Tensor, lr_share: float) -> float | None:
+        """Clip the gradients, step the optimizers of the named models, zero the gradients. `lr_share` scales the
+        learning rates. Returns the gradient norm of the first model before clipping. If a gradient or `loss` is not
+        finite, nothing changes, and it returns None. The host waits for the device once, to read all of these."""
+        norms = torch.stack([self._clip(name).double() for name in names])
+        read = torch.cat([norms, loss.to(norms).view(1)]).tolist()
+        if not all(map(math.isfinite, read)):
+            self.zero_grad()
+            return None
+        for name in names:
+            optimizers.set_lr(self.optimizers[name], (self._lr[name] or self.settings.train.lr) * lr_share)
+            self.optimizers[name].step()
+        self.zero_grad()
+        return read[0]
+
+    def retune(self, settings: LearnerSettings) -> None:
+        """Go on with another learning rate and another bound of the gradients."""
+        self.settings = settings
+
+    def follow(self, step: int) -> None:
+        """Have the moving models follow their policies, after step number `step` (from 1)."""
+        for follower in self.moving.values():
+            follower.follow(step)
+
+    def parts(self) -> Mapping[str, CheckpointPart]:
+        """The parts of a checkpoint besides the policies and the optimizers, by the name of the folder."""
+        critic: dict[str, CheckpointPart] = {} if self.critic is None else {CRITIC: self.critic}
+        return {**critic, **self.moving}
+
+    def _clip(self, name: str) -> Tensor:
+        most = self.settings.train.grad_clip
+        return clipped(self._own[name], math.inf if most is None else most)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients at hand."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        for model in self.policies():
+            reshard(model.module)  # no backward pass may have come to it
+
+
+def _tensors(model: PolicyModel) -> list[Tensor]:
+    return [*model.module.parameters(), *model.module.buffers()]
+
+
+class ModelPasses:
+    """Forward passes under the models of a learner. A stem that several passes begin with is computed by the first of
+    them under each model, and kept until `stem` ends."""
+
+    def __init__(self, models: Models) -> None:
+        self._models, self._temperature = models, models.settings.temperature
+        self._roots: dict[str, Roots] = {}  # of the stem of the passes under way, by model
 
     @torch.no_grad()
     def columns(self, pack: Pack) -> dict[str, Tensor]:
@@ -351,13 +400,13 @@ class Models:
     def forward(self, pack: Pack, *, trained: Collection[str]) -> Outputs:
         """The outputs of the policy, and of the critic if the pass needs it, with gradients for those `trained`. A
         critic on the policy's trunk trains the trunk only if the policy is trained too."""
-        critic = None if pack.algo.slots.critic is None else self.critic
+        critic = None if pack.algo.slots.critic is None else self._models.critic
         self._activate_adapter(pack)  # until the next pass: a backward pass may compute layers again
-        logprobs_K, entropy_K, observed_O, hidden_PH = self.of(pack.policy).outputs(
+        logprobs_K, entropy_K, observed_O, hidden_PH = self._models.of(pack.policy).outputs(
             pack,
             temperature=self._temperature,
             entropy_grad=pack.algo.entropy_gradient,
-            roots=self._roots_of(policy_of(pack.policy), self.of(pack.policy), pack),
+            roots=self._roots_of(policy_of(pack.policy), self._models.of(pack.policy), pack),
         )
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
         critic_roots = None
@@ -374,8 +423,8 @@ class Models:
 
     def _activate_adapter(self, pack: Pack) -> None:
         """Have the policy compute with the adapter of a pass, if roles have their own."""
-        if self._settings.adapted_roles:
-            lora.activate(self.policy.module, pack.policy)
+        if self._models.settings.adapted_roles:
+            lora.activate(self._models.policy.module, pack.policy)
 
     @torch.no_grad()
     def others(self, pack: Pack) -> dict[str, Tensor]:
@@ -384,13 +433,13 @@ class Models:
         columns: dict[str, Tensor] = {}
         pack = replace(pack, routes=None)
         self._activate_adapter(pack)
-        policy, role = self.of(pack.policy), pack.policy if pack.policy in self.own else None
+        policy, role = self._models.of(pack.policy), pack.policy if pack.policy in self._models.own else None
         for name in pack.algo.slots.frozen:
-            model = self._frozen[_named(name, role)]
+            model = self._models.frozen[_named(name, role)]
             with lora.switched_off(policy.module) if model is None else nullcontext():
                 columns[name] = self._logprobs(_named(name, role), model or policy, pack)
         for name in pack.algo.slots.moving:
-            with self.moving[_named(name, role)].in_place():
+            with self._models.moving[_named(name, role)].in_place():
                 columns[name] = self._logprobs(_named(name, role), policy, pack)
         return columns
 
@@ -420,54 +469,3 @@ class Models:
     def lent_bytes(self) -> int:
         """Bytes that the stem under way keeps for its passes."""
         return sum(roots.size_bytes for roots in self._roots.values())
-
-    @property
-    def prompt_once(self) -> bool:
-        """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
-        return self._settings.train.prompt_once and all(model.has_stems for model in self.language_models())
-
-    # --- updates --------------------------------------------------------------------------------------------------
-
-    def optimizer_step(self, names: Sequence[str], *, loss: Tensor, lr_share: float) -> float | None:
-        """Clip the gradients, step the optimizers of the named models, zero the gradients. `lr_share` scales the
-        learning rates. Returns the gradient norm of the first model before clipping. If a gradient or `loss` is not
-        finite, nothing changes, and it returns None. The host waits for the device once, to read all of these."""
-        norms = torch.stack([self._clip(name).double() for name in names])
-        read = torch.cat([norms, loss.to(norms).view(1)]).tolist()
-        if not all(map(math.isfinite, read)):
-            self.zero_grad()
-            return None
-        for name in names:
-            optimizers.set_lr(self.optimizers[name], (self._lr[name] or self._settings.train.lr) * lr_share)
-            self.optimizers[name].step()
-        self.zero_grad()
-        return read[0]
-
-    def retune(self, settings: LearnerSettings) -> None:
-        """Go on with another learning rate and another bound of the gradients."""
-        self._settings = settings
-
-    def follow(self, step: int) -> None:
-        """Have the moving models follow their policies, after step number `step` (from 1)."""
-        for follower in self.moving.values():
-            follower.follow(step)
-
-    def parts(self) -> Mapping[str, CheckpointPart]:
-        """The parts of a checkpoint besides the policies and the optimizers, by the name of the folder."""
-        critic: dict[str, CheckpointPart] = {} if self.critic is None else {CRITIC: self.critic}
-        return {**critic, **self.moving}
-
-    def _clip(self, name: str) -> Tensor:
-        most = self._settings.train.grad_clip
-        return clipped(self._own[name], math.inf if most is None else most)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients at hand."""
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        for model in self.policies():
-            reshard(model.module)  # no backward pass may have come to it
-
-
-def _tensors(model: PolicyModel) -> list[Tensor]:
-    return [*model.module.parameters(), *model.module.buffers()]

@@ -35,7 +35,7 @@ from agentrl.config.train import ParallelPlan
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.data.rows import Row
 from agentrl.learner.memory_budget import grouped, hollow
-from agentrl.learner.model.models import Models
+from agentrl.learner.model.models import ModelPasses, Models
 from agentrl.learner.parallel import collectives, layers
 from agentrl.learner.parallel.collectives import Meshes
 from agentrl.learner.parallel.fsdp import shard
@@ -80,11 +80,11 @@ def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> lis
         with hollow():
             models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
         (pack,) = packs([rows], 1 << 60)
-        recorder = _Recorder()
+        recorder, passes = _Recorder(), ModelPasses(models)
         collectives.keep(cast(Any, recorder))  # in the place of a ledger
         with recorder:
-            models.others(pack)
-            outputs = models.forward(pack, trained=tuple(models.optimizers))
+            passes.others(pack)
+            outputs = passes.forward(pack, trained=tuple(models.optimizers))
             loss = outputs.logprobs_K.sum() + (0 if outputs.values_K is None else outputs.values_K.sum())
             loss.backward()
     return recorder.found
