@@ -44,7 +44,7 @@ from agentrl.host.child_environment import SECRETS
 from agentrl.host.janitor import OwnedFolder
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.parallel import collectives
-from agentrl.learner.parallel.collectives import Ledger, Meshes, RankProgress, Teams, table, teams
+from agentrl.learner.parallel.collectives import Ledger, Meshes, Teams, table, teams
 from agentrl.learner.parallel.fsdp import shard, spread
 from agentrl.learner.parallel.pass_shards import Portion, Span, portion
 
@@ -330,12 +330,120 @@ def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.d
 
 
 @dataclass(slots=True)
-class _Other:
+class OtherRank:
     """Another rank, as rank 0 sees it."""
 
     process: subprocess.Popen[bytes]
     line: Connection[Any, Any]
     failed: RankReply | None = None
+
+    def read(self) -> object:
+        """Read a reply. Raises RuntimeError for an error of that rank."""
+        reply: RankReply = receive(self.line)
+        if reply.error is not None:
+            self.failed = reply
+            raise RuntimeError(reply.error)
+        return reply.value
+
+
+class RankWatch:
+    """Sees on rank 0 whether the ranks get on, and finds out which of them is lost."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        others: Sequence[OtherRank],
+        *,
+        deadline_s: float,
+        progress: Callable[[], None],
+        ends: Callable[[str], None] | None,
+    ) -> None:
+        """The arguments are those of `Leader`."""
+        self._ledger, self._others, self._deadline_s = ledger, others, deadline_s
+        self._progress, self._ends, self._size = progress, ends, len(others) + 1
+        self._seen, self._seen_at, self._is_busy = [0] * self._size, time.monotonic(), False
+
+    @contextmanager
+    def busy(self) -> Generator[None]:
+        """Inside, ranks are expected to get on."""
+        self._seen_at, self._is_busy = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def advanced(self) -> bool:
+        """Whether some rank has entered a collective since the last call."""
+        counts = [standing.count for standing in self._ledger.standings()]
+        if counts == self._seen:
+            return False
+        self._seen, self._seen_at = counts, time.monotonic()
+        self._progress()
+        return True
+
+    def run(self, closed: threading.Event) -> None:
+        """Note that ranks get on while this one waits; end the process if torch does not come back."""
+        while not closed.wait(_LOOK_S):
+            if not self._is_busy or self.advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
+                continue
+            standings = self._ledger.standings()
+            # Time alone proves nothing: rank 0 may compute for long between two collectives, with all ranks at the same
+            # one.
+            if standings[0].inside or len({standing.count for standing in standings}) > 1:
+                lost = self.lost(TimeoutError())
+                if self._ends is not None:
+                    self._ends(str(lost))
+                return
+
+    def lost(self, error: BaseException) -> RankLost | None:
+        """Explain a failed collective by the strongest evidence that the next moments bring; None if no rank is to
+        blame."""
+        until = time.monotonic() + _EVIDENCE_S
+        while True:
+            for other in self._others:
+                with suppress(RuntimeError, OSError, EOFError):
+                    while other.failed is None and other.line.poll():
+                        other.read()
+            # A rank that died makes others fail in their collective. Its own end is the cause, and their failures
+            # are no reasons here.
+            reasons = [self.why_ended(rank) for rank in range(1, self._size)]
+            standings = self._ledger.standings()
+            most = max(standing.count for standing in standings)
+            if ended := [line for line in reasons if line]:
+                return RankLost("; ".join(ended))
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
+            return None  # its own: a full disk, say
+        missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
+        furthest = next(standing for standing in standings if standing.count == most)
+        late = "; ".join(self.where(rank) for rank in missing or range(1, self._size))
+        return RankLost(
+            f"{late}. It did not come to {furthest.name!r}, collective {most}, within {self._deadline_s:g} s "
+            f"(train.parallel.deadline_s): {_first_line(error)}"
+        )
+
+    def why_ended(self, rank: int) -> str | None:
+        """Why a rank ended, if it did by itself."""
+        other = self._others[rank - 1]
+        if other.failed is not None:
+            return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
+        status = other.process.poll()
+        if status is None:
+            return None
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        standing = self._ledger.standings()[rank]
+        return f"rank {rank} of {self._size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
+
+    def where(self, rank: int) -> str:
+        """The last collective of a rank."""
+        standing = self._ledger.standings()[rank]
+        pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
+        how = " is stopped" if _stopped(pid) else ""
+        return (
+            f"rank {rank} of {self._size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
+        )
 
 
 # Why rank 0 gives orders, and why no rank is replaced in the middle of a step.
@@ -380,9 +488,7 @@ class Leader:
         process cannot raise what it should, since torch does not come back; the process is ended then. Raises
         RankLost."""
         self.size, self._deadline_s, self._start_s = len(devices), deadline_s, start_s
-        self._progress, self._ends = progress, ends
-        self._seen, self._seen_at, self._busy = [0] * self.size, time.monotonic(), False
-        self._closed = threading.Event()
+        self._progress, self._closed = progress, threading.Event()
         folder = OwnedFolder()
         weakref.finalize(self, folder.close)  # not in `close`: another thread may still ask the store
         meeting = folder.path / "store"
@@ -391,6 +497,7 @@ class Leader:
             self._others = [
                 self._start(rank, file.fileno(), (meeting, str(device))) for rank, device in enumerate(devices) if rank
             ]
+        self._watch = RankWatch(self.ledger, self._others, deadline_s=deadline_s, progress=progress, ends=ends)
         try:
             with self._working():
                 for rank in range(1, self.size):
@@ -400,9 +507,9 @@ class Leader:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        threading.Thread(target=self._watch.run, args=(self._closed,), name="ranks", daemon=True).start()
 
-    def _start(self, rank: int, ledger: int, arguments: tuple[Path, str]) -> _Other:
+    def _start(self, rank: int, ledger: int, arguments: tuple[Path, str]) -> OtherRank:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
@@ -417,7 +524,7 @@ class Leader:
                     "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
                 },
             )
-        return _Other(process, Connection(ours.detach()))
+        return OtherRank(process, Connection(ours.detach()))
 
     @property
     def processes(self) -> list[int]:
@@ -476,8 +583,8 @@ class Leader:
             self._member.store,
             key,
             range(1, self.size),
-            why_ended=lambda rank: self._why_ended(rank, self._others[rank - 1]),
-            where=lambda rank: self._where(rank, self.ledger.standings()[rank]),
+            why_ended=self._watch.why_ended,
+            where=self._watch.where,
             deadline_s=self._deadline_s,
             progress=progress,
         )
@@ -497,26 +604,24 @@ class Leader:
     @contextmanager
     def _working(self) -> Generator[None]:
         """Inside, ranks meet in collectives. An error leaves no rank behind: nobody knows where it stands."""
-        self._seen_at, self._busy = time.monotonic(), True
-        try:
-            yield
-        except AgentRLError:
-            self.close()
-            raise
-        except collectives.OutOfStep as error:
-            self.close()
-            raise RankLost(str(error)) from error
-        except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
-            lost = self._lost(error)
-            self.close()
-            if lost is None:
+        with self._watch.busy():
+            try:
+                yield
+            except AgentRLError:
+                self.close()
                 raise
-            raise lost from error
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._busy = False
+            except collectives.OutOfStep as error:
+                self.close()
+                raise RankLost(str(error)) from error
+            except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
+                lost = self._watch.lost(error)
+                self.close()
+                if lost is None:
+                    raise
+                raise lost from error
+            except BaseException:
+                self.close()
+                raise
 
     def _order(self, orders: Sequence[object]) -> None:
         if self._closed.is_set():
@@ -529,91 +634,11 @@ class Leader:
         while not other.line.poll(_LOOK_S):
             if other.process.poll() is not None and not other.line.poll():
                 raise EOFError
-            if self._advanced():
+            if self._watch.advanced():
                 began = time.monotonic()
             if time.monotonic() - began > deadline_s:
                 raise TimeoutError
-        return self._read(other)
-
-    def _read(self, other: _Other) -> object:
-        """Raises RuntimeError for an error of that rank."""
-        answer: RankReply = receive(other.line)
-        if answer.error is not None:
-            other.failed = answer
-            raise RuntimeError(answer.error)
-        return answer.value
-
-    # --- who did not come -----------------------------------------------------------------------------------------
-
-    def _advanced(self) -> bool:
-        """Whether some rank has entered a collective since this was asked last."""
-        counts = [standing.count for standing in self.ledger.standings()]
-        if counts == self._seen:
-            return False
-        self._seen, self._seen_at = counts, time.monotonic()
-        self._progress()
-        return True
-
-    def _watch(self) -> None:
-        """Note that ranks get on while this one waits; end the process if torch does not come back."""
-        while not self._closed.wait(_LOOK_S):
-            if not self._busy or self._advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
-                continue
-            standings = self.ledger.standings()
-            # Time alone proves nothing: rank 0 may compute for long between two collectives, with all ranks at the same
-            # one.
-            if standings[0].inside or len({standing.count for standing in standings}) > 1:
-                lost = self._lost(TimeoutError())
-                if self._ends is not None:
-                    self._ends(str(lost))
-                return
-
-    def _lost(self, error: BaseException) -> RankLost | None:
-        """Explain a failed collective by the strongest evidence that the next moments bring; None if no rank is to
-        blame."""
-        until = time.monotonic() + _EVIDENCE_S
-        while True:
-            for other in self._others:
-                with suppress(RuntimeError, OSError, EOFError):
-                    while other.failed is None and other.line.poll():
-                        self._read(other)
-            # A rank that died makes others fail in their collective. Its own end is the cause, and their failures
-            # are no reasons here.
-            reasons = [self._why_ended(rank, other) for rank, other in enumerate(self._others, 1)]
-            standings = self.ledger.standings()
-            most = max(standing.count for standing in standings)
-            if ended := [line for line in reasons if line]:
-                return RankLost("; ".join(ended))
-            if time.monotonic() > until:
-                break
-            time.sleep(0.05)
-        if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
-            return None  # its own: a full disk, say
-        missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
-        furthest = next(standing for standing in standings if standing.count == most)
-        late = "; ".join(self._where(rank, standings[rank]) for rank in missing or range(1, self.size))
-        return RankLost(
-            f"{late}. It did not come to {furthest.name!r}, collective {most}, within {self._deadline_s:g} s "
-            f"(train.parallel.deadline_s): {_first_line(error)}"
-        )
-
-    def _why_ended(self, rank: int, other: _Other) -> str | None:
-        """Why a rank ended, if it did by itself."""
-        if other.failed is not None:
-            return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
-        status = other.process.poll()
-        if status is None:
-            return None
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        standing = self.ledger.standings()[rank]
-        return f"rank {rank} of {self.size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
-
-    def _where(self, rank: int, standing: RankProgress) -> str:
-        pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
-        how = " is stopped" if _stopped(pid) else ""
-        return (
-            f"rank {rank} of {self.size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
-        )
+        return other.read()
 
 
 def _stopped(pid: int) -> bool:
