@@ -73,7 +73,7 @@ class Folder:
         with self._faults(path), self._parent(path) as (parent, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
             with os.fdopen(fd, "rb") as file:
-                self._must_be_regular(path, fd)
+                _must_be_regular(path, fd)
                 data = file.read(bound + 1)
         if len(data) > bound:
             raise SandboxPathError(f"{path!r} is larger than {bound} bytes")
@@ -85,7 +85,7 @@ class Folder:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(name, flags, 0o644, dir_fd=parent)
             with os.fdopen(fd, "wb") as file:
-                self._must_be_regular(path, fd)
+                _must_be_regular(path, fd)
                 os.ftruncate(fd, 0)
                 self._own(fd)
                 file.write(data)
@@ -243,10 +243,6 @@ class Folder:
         if self.owner:
             os.fchown(fd, *self.owner)
 
-    def _must_be_regular(self, path: str, fd: int) -> None:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise SandboxPathError(f"{path!r} is not a regular file")
-
     @contextmanager
     def _faults(self, path: str) -> Generator[None]:
         """Name an operating system's error once, as the box's doing or the host's."""
@@ -254,6 +250,11 @@ class Folder:
             raise SandboxError("the box is closed")
         with faults_of(path, bounded=self.bounded):
             yield
+
+
+def _must_be_regular(path: str, fd: int) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise SandboxPathError(f"{path!r} is not a regular file")
 
 
 @contextmanager
