@@ -1,4 +1,4 @@
-"""A run's directory, which its owner alone can read, and its scratch space: the place of every file.
+"""A run's directory, which its owner alone can read: the place of every file.
 
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
@@ -14,11 +14,7 @@
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
     RUN/summary-NNN.json    that of an earlier end, after NNN steps, of a run that goes on for longer
 
-Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, on Ray in the run's folder, or
-in the `scratch_dir` of the configuration, under a name derived from the run directory. It is removed when the
-supervisor ends, however that ends: by a janitor, which holds the run's lock until all processes of the run are gone, so
-that the next start finds nothing of the last one. If the janitor is killed too, the next run on the machine removes the
-rest.
+What lies in scratch is in `agentrl.run.scratch_space`.
 """
 
 from __future__ import annotations
@@ -31,27 +27,24 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, UsageError
-from agentrl.host.janitor import Janitor, is_dead, label
+from agentrl.errors import AgentRLError, UsageError
+from agentrl.host.janitor import is_dead, label
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.store.run_values import CONFIG, CREATED_S
 
-_PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
 _DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
 LOCKS = "locks"
-_LOCK = "run.lock"
+LOCK = "run.lock"
 _OTHERS = 0o077
-_OWNER = "owner"  # a file in scratch: the supervisor's label and the run's path
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,7 @@ class RunDir:
     @property
     def lock_path(self) -> Path:
         """The file whose lock is the run's, with the label of who took it last."""
-        return self.path / _LOCK
+        return self.path / LOCK
 
     @property
     def scratch(self) -> Path:
@@ -109,7 +102,7 @@ class RunDir:
             shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory
             root = Path(config.scratch_dir or shared)
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        return root / f"{_scratch_prefix()}{name}"
+        return root / f"{scratch_prefix()}{name}"
 
     @property
     def locks(self) -> Path:
@@ -197,48 +190,10 @@ class RunDir:
         another supervisor holds the run, with a hint how to fix that; waits for the janitor of a dead one."""
         return _Lock(self.lock_path, mend or f"wait for it, or agentrl stop {self.path}")
 
-    @contextmanager
-    def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
-        """The scratch space of the process that holds the run's `lock`. When it is dead, processes with the yielded
-        variable in their environment may end by themselves; after a grace period they are killed."""
-        scratch = self.scratch
-        for leftover in scratch.parent.glob(f"{_scratch_prefix()}*"):
-            _reap(leftover)
-        frees, variables = self._frees_engines()
-        janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
-        try:
-            self.make_scratch()
-            yield janitor.mark
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            janitor.close()
 
-    def _frees_engines(self) -> tuple[Sequence[str], Mapping[str, str]]:
-        """The command, and its variables, that frees engines of somebody else which the run leaves paused."""
-        engine = self.config().engine
-        if not engine.urls:
-            return (), {}
-        key = engine.api_key_env
-        keys = {key: os.environ[key]} if key and key in os.environ else {}
-        return [sys.executable, "-m", "agentrl.run.children.attached_engines", str(self.path.resolve())], keys
-
-    def make_scratch(self) -> None:
-        """Make an empty scratch space that is ours alone; files of an earlier start are removed."""
-        self.clear_scratch()
-        try:
-            self.scratch.mkdir(mode=0o700)
-        except FileExistsError:
-            raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
-        except OSError as error:
-            hint = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
-            raise ConfigError("scratch_dir", str(self.scratch.parent), hint) from error
-        (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
-        self.locks.mkdir()
-        (self.scratch / "weights").mkdir()
-        (self.scratch / "tmp").mkdir()
-
-    def clear_scratch(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
+def scratch_prefix() -> str:
+    """What the names of this user's scratch spaces begin with."""
+    return f"agentrl-{os.getuid()}-"
 
 
 def close_to_others(folder: Path, *, option: str = "--out") -> None:
@@ -255,32 +210,6 @@ def close_to_others(folder: Path, *, option: str = "--out") -> None:
     else:
         message = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
     print(f"agentrl: {message}", file=sys.stderr)
-
-
-def _scratch_prefix() -> str:
-    return f"agentrl-{os.getuid()}-"
-
-
-def _reap(scratch: Path) -> None:
-    """Remove scratch without an owner: its supervisor is dead, and nobody holds its run's lock (a working janitor or a
-    next supervisor would hold it). The lock is held meanwhile, so that no supervisor starts."""
-    try:
-        facts = scratch.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-            return  # somebody else's: nothing in it is opened, a pipe would hold us for ever
-        owner, _, run = (scratch / _OWNER).read_text().partition("\n")
-    except OSError:
-        return
-    if not is_dead(owner):
-        return
-    try:
-        with (Path(run) / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Janitor(scratch, keep_open=[lock.fileno()]).close()
-    except FileNotFoundError:  # the run was removed
-        Janitor(scratch).close()
-    except OSError:  # another process holds it, or we may not open it
-        return
 
 
 @dataclass(slots=True)

@@ -59,6 +59,7 @@ from agentrl.run.reporting import notice_counts
 from agentrl.run.reporting.failed_tasks import skips
 from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
@@ -433,7 +434,7 @@ async def supervise(
     live_with_parent()
     config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
     alone = open_store.supervising(run.store_path)
-    with run.lock() as lock, run.owned_scratch(lock) as mark, alone as still_alone, _sockets(config) as sockets:
+    with run.lock() as lock, ScratchSpace(run).owned(lock) as mark, alone as still_alone, _sockets(config) as sockets:
         open_store.own(run.store_path)
         store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
         reader = RunStore.read(run.store_path, away_s=0)

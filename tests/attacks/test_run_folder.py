@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.config import RunConfig, parse
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from attacks.other_user import OtherUser
 
 CONFIG: RunConfig = parse({"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TinyCoder-v0"}})
@@ -104,7 +105,7 @@ def test_scratch_that_somebody_else_planted_holds_up_no_start(other_user: OtherU
         made = threading.Event()
 
         def starts() -> None:
-            with run.lock() as lock, run.owned_scratch(lock):
+            with run.lock() as lock, ScratchSpace(run).owned(lock):
                 made.set()
 
         thread = threading.Thread(target=starts, daemon=True)

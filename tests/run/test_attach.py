@@ -187,8 +187,9 @@ SUPERVISOR = """
 import sys, time
 from pathlib import Path
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 run = RunDir(Path(sys.argv[1]))
-with run.lock() as lock, run.owned_scratch(lock):
+with run.lock() as lock, ScratchSpace(run).owned(lock):
     print("up", flush=True)
     time.sleep(600)
 """

@@ -20,6 +20,7 @@ from agentrl.config import parse
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import StopReason, Task, VersionSpan
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.store import RunStore
 
 LENGTH, KILL_AT, BOUND = 2000, 200, 64
@@ -58,14 +59,14 @@ def run(tmp_path: Path, model: Path, engine: Server) -> Iterator[RunDir]:
         }
     )
     run = RunDir.create(tmp_path / "run", config)
-    run.make_scratch()
+    ScratchSpace(run).make()
     with RunStore.open(run.store_path) as store:
         store.versions.confirm_version(store.versions.mint_version(0))
         store.set_meta("engine_urls", json.dumps([engine.url]))
         store.set_meta("phase", "eval")
         store.groups.add_groups([Task(index=0, env=ENV, seed=1)], size=1, purpose="eval:a:now")
     yield run
-    run.clear_scratch()
+    ScratchSpace(run).clear()
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from agentrl.run.children.learning_engines import LearningEngines
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import LOCKS, RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
@@ -295,7 +296,7 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
     for name, engine in (("a", {"gpus": [[1], [2, 3]]}), ("b", {"replicas": 1})):
         config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
         run = RunDir.create(tmp_path / name, config)
-        with run.lock() as lock, run.owned_scratch(lock), RunStore.open(run.store_path) as store:
+        with run.lock() as lock, ScratchSpace(run).owned(lock), RunStore.open(run.store_path) as store:
             first = store.versions.mint_version(0)
             store.versions.confirm_version(first)
             async with trio.open_nursery() as nursery:

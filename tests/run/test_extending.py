@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Task
 from agentrl.run import resume_overrides
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.store import RunStore
 
 
@@ -67,7 +68,7 @@ def test_what_messages_say_to_change_is_changed_at_a_resume(run: RunDir, tmp_pat
     resume_overrides.change(run, settings)
     train = run.config().train
     assert (train.parallel.deadline_s, train.checkpoint_every_s) == (600.0, 60.0)
-    with run.lock() as lock, run.owned_scratch(lock):
+    with run.lock() as lock, ScratchSpace(run).owned(lock):
         assert (run.scratch.parent, run.scratch.is_dir()) == (room, True)
 
 

@@ -29,6 +29,7 @@ from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Heartbeat, Pulse
 from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
 
@@ -201,7 +202,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     monkeypatch.setattr(ChildRegistry, "create", _runs(marks, ChildRegistry.create))
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
-    run.make_scratch()
+    ScratchSpace(run).make()
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
@@ -220,7 +221,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
                 await children.stop()
                 nursery.cancel_scope.cancel()
     finally:
-        run.clear_scratch()
+        ScratchSpace(run).clear()
     assert children.restarts.keys() == {"worker-0", "learner"}
 
 

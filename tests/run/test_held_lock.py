@@ -18,6 +18,7 @@ from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes import heartbeat
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
 
@@ -45,7 +46,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
     monkeypatch.setattr(ChildRegistry, "create", _runs(MARKS, ChildRegistry.create))
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
-    run.make_scratch()
+    ScratchSpace(run).make()
     try:
         with RunStore.open(run.store_path) as store, RunStore.read(run.store_path) as reader:
             with trio.fail_after(DEADLINE_S):
@@ -59,7 +60,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
                     await children.stop()
                     nursery.cancel_scope.cancel()
     finally:
-        run.clear_scratch()
+        ScratchSpace(run).clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel says so in /proc")

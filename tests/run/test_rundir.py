@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.host.janitor import label
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.run.start_point import start_point
 from agentrl.run.supervisor import _say_what_it_cost  # pyright: ignore[reportPrivateUsage]
 from agentrl.store import Ending, RunStore
@@ -67,9 +68,9 @@ def test_scratch_lies_where_the_run_file_says_and_goes_with_the_run(tmp_path: Pa
     disk = tmp_path / "disk"
     run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"scratch_dir": str(disk)}))
     with run.lock() as lock, pytest.raises(ConfigError, match=r"scratch_dir = .*disk'.*name one that is there"):
-        run.owned_scratch(lock).__enter__()
+        ScratchSpace(run).owned(lock).__enter__()
     disk.mkdir()
-    with run.lock() as lock, run.owned_scratch(lock):
+    with run.lock() as lock, ScratchSpace(run).owned(lock):
         assert run.scratch.parent == disk
         assert sorted(path.name for path in run.scratch.iterdir()) == ["locks", "owner", "tmp", "weights"]
     assert not list(disk.iterdir())
@@ -80,31 +81,32 @@ def test_scratch_lies_where_the_run_file_says_and_goes_with_the_run(tmp_path: Pa
 def test_scratch_is_emptied_of_what_a_killed_start_left(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", CONFIG)
     try:
-        run.make_scratch()
+        ScratchSpace(run).make()
         (run.scratch / "weights" / "old.safetensors").write_bytes(b"x")
-        run.make_scratch()
+        ScratchSpace(run).make()
         assert not list((run.scratch / "weights").iterdir())
         assert run.scratch.stat().st_mode & 0o077 == 0, "other users must not read or plant weights"
     finally:
-        run.clear_scratch()
+        ScratchSpace(run).clear()
     assert not run.scratch.exists()
 
 
 EACH_CALL = """
 import os, subprocess, sys
 from pathlib import Path
-from agentrl.run import run_folder as rundir
+from agentrl.run import scratch_space
+from agentrl.run.run_folder import RunDir
 from tests.parts.kill_sweep import killed_after_each_call
 from agentrl.testing.sandbox.case import host_processes
 
-rundir._PATIENCE_S = 0.2
-run, marker = rundir.RunDir(Path(sys.argv[1])), os.environ["MARKER"]
+scratch_space._PATIENCE_S = 0.2
+run, marker = RunDir(Path(sys.argv[1])), os.environ["MARKER"]
 
 def supervise():
     with run.lock() as lock:
         left = [*host_processes(marker), *run.scratch.parent.glob(run.scratch.name)]
         assert not left, left  # of the one before, which was killed
-        with run.owned_scratch(lock) as mark:
+        with scratch_space.ScratchSpace(run).owned(lock) as mark:
             (run.scratch / "weights" / "1").mkdir()
             subprocess.Popen(["sleep", marker], env={**os.environ, **mark})
             subprocess.Popen(["sleep", marker], env={**os.environ, **mark}, start_new_session=True)
@@ -130,9 +132,10 @@ KILLED_WITH_ITS_JANITOR = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 
 run = RunDir(Path(sys.argv[1]))
-with run.lock() as lock, run.owned_scratch(lock):
+with run.lock() as lock, ScratchSpace(run).owned(lock):
     (run.scratch / "weights" / "7.safetensors").write_bytes(b"of a model as large as memory")
     (janitor,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     os.kill(int(janitor), signal.SIGKILL)
@@ -147,12 +150,12 @@ def dead(tmp_path: Path) -> Iterator[RunDir]:
     subprocess.run([sys.executable, "-c", KILLED_WITH_ITS_JANITOR, str(run.path)], timeout=500)
     assert (run.scratch / "weights" / "7.safetensors").exists()
     yield run
-    run.clear_scratch()
+    ScratchSpace(run).clear()
 
 
 def another_run_starts(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "another", CONFIG)
-    with run.lock() as lock, run.owned_scratch(lock):
+    with run.lock() as lock, ScratchSpace(run).owned(lock):
         assert run.scratch.exists()
 
 

@@ -28,6 +28,7 @@ from agentrl.run.cluster.scaling import Kind, NoRoom, ScaledChild, Scaler, Size
 from agentrl.run.processes.launcher import Local
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.store import RunStore, run_values
 from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.run_values import Value
@@ -310,7 +311,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
     """Processes whose workers mark and know no store, and their launcher."""
     patch.setattr(ChildRegistry, "create", _runs(MARKS, ChildRegistry.create))
     run, launcher = made(folder, engine=URLS, rollout={"step_deadline_s": 0.05}), Full(full)
-    run.make_scratch()
+    ScratchSpace(run).make()
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(300):
             async with trio.open_nursery() as nursery:
@@ -321,7 +322,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
                 await children.stop()
                 nursery.cancel_scope.cancel()
     finally:
-        run.clear_scratch()
+        ScratchSpace(run).clear()
 
 
 def there(children: RunChildren) -> list[int]:

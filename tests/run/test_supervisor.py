@@ -25,6 +25,7 @@ from agentrl.run import supervisor as pipeline
 from agentrl.run.processes.worker_process import report
 from agentrl.run.reporting.report import show, summarise
 from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import ScratchSpace
 from agentrl.run.start_point import StartPoint
 from agentrl.run.supervisor import Supervisor
 from agentrl.run.telemetry import Telemetry
@@ -64,7 +65,7 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         run = RunDir.create(tmp_path / "run", parse(document))
         store = RunStore.open(run.store_path, clock=clock)
         serve(store, 0)
-        run.make_scratch()
+        ScratchSpace(run).make()
         first = WeightVersion(version=1, step=0)
         start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=first)
         children: Any = NoChildren()
@@ -77,7 +78,7 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     for one in opened:
         one.telemetry.close()
         one.store.close()
-        one.run.clear_scratch()
+        ScratchSpace(one.run).clear()
 
 
 async def until_it_fails(
