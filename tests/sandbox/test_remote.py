@@ -21,7 +21,9 @@ import trio
 from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, UsageError
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.remote import box as remote_box
-from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
+from agentrl.sandbox.remote import helper_calls
+from agentrl.sandbox.remote.box import RemoteBackend
+from agentrl.sandbox.remote.helper_calls import ProviderBox
 from agentrl.sandbox.remote.inspect_sandboxes import Inspect
 from agentrl.sandbox.remote.swe_rex import SweRex
 from agentrl.testing.sandbox.case import must_vanish
@@ -198,7 +200,7 @@ def test_a_box_of_a_machine_of_its_own_ends_without_its_owner(tmp_path: Path) ->
         "uid": None,
     }
     text = base64.b64encode(json.dumps(request).encode()).decode()
-    (tmp_path / "helper.py").write_text(remote_box._helper())
+    (tmp_path / "helper.py").write_text(helper_calls._helper())
     # nobody inside can end process 1, but it ends with its child
     inside = f"{sys.executable} -I {tmp_path}/helper.py {text}; sleep 10000; exit 5"
     began = time.monotonic()
@@ -215,7 +217,7 @@ def test_a_box_of_a_machine_of_its_own_ends_without_its_owner(tmp_path: Path) ->
 def test_a_watch_never_ends_this_machine(tmp_path: Path) -> None:
     request = {"do": "touch", "state": str(tmp_path), "seconds": 0.0, "not_in": remote_box._own_processes()}
     text = base64.b64encode(json.dumps(request).encode()).decode()
-    done = subprocess.run([sys.executable, "-I", "-c", remote_box._helper(), text], capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", helper_calls._helper(), text], capture_output=True, check=True)
     assert b'{"watched": false}' in done.stdout
 
 

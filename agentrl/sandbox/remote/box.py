@@ -1,7 +1,7 @@
 """A box behind calls that carry text: commands, files, copies. Everything goes through `helper`, which runs there.
 
-A call is short and may be made again, so that a connection that breaks costs nothing: commands run on, and their output
-waits. Knows no provider: a `ProviderBox` makes the calls. Providers that know no trio run in an `AsyncioLoop`.
+Commands run on while a connection is broken, and their output waits. Knows no provider: a `ProviderBox` makes the
+calls. Providers that know no trio run in an `AsyncioLoop`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-import functools
-import json
 import math
 import os
 import secrets
@@ -18,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 
@@ -31,7 +29,7 @@ from agentrl.sandbox.background_process import NeverStarted
 from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env
 from agentrl.sandbox.command_deadline import checked_wall_s
 from agentrl.sandbox.docker import tar
-from agentrl.sandbox.docker.shell_scripts import checked_path
+from agentrl.sandbox.remote.helper_calls import CALL_S, PIECE, Helper, ProviderBox, RemoteFiles, text
 from agentrl.sandbox.work_folder import WORKSPACE
 
 T = TypeVar("T")
@@ -83,35 +81,8 @@ def _tell(token: trio.lowlevel.TrioToken, done: trio.Event) -> None:
         token.run_sync_soon(done.set)
 
 
-_CALL_S: Final = 60.0  # deadline of a call, beside what it waits for
-_AGAIN_S: Final = 60.0  # how long calls are made again after a connection broke
-_INLINE: Final = 60_000  # characters of a request that fit one argument
-_PIECE: Final = 3 << 20  # bytes of a file in one call
-_FIRST_UID: Final = 20_000
-_UIDS: Final = 40_000
 _WATCH_S: Final = 600.0  # a box without its owner ends after so long
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-class ProviderBox(Protocol):
-    """A box at a provider. Every method raises an exception of any kind if it fails."""
-
-    own_machine: bool
-    """Whether the box is no machine of its own, but shares this one's processes and files."""
-    most_wait_s: float
-    """The longest that one call may wait for a command."""
-
-    async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
-        """Stdout of a short command, whatever its exit code."""
-        ...
-
-    async def write_text(self, path: str, text: str, *, deadline_s: float) -> None: ...
-    async def close(self) -> None: ...
-
-
-@functools.cache
-def _helper() -> str:
-    return Path(__file__).with_name("helper.py").read_text("utf-8")
 
 
 class RemoteBox:
@@ -122,22 +93,25 @@ class RemoteBox:
     ) -> None:
         self.spec = spec
         self._remote, self._backend, self._mark = remote, backend, dict(mark)
-        name = secrets.token_hex(8)
         place = "/tmp"
         if remote.own_machine:  # below a folder that this machine's janitor removes; its user may pass, not look
             place = str(backend.folder())
             backend.folder().chmod(0o711)
-        self._state = f"{place}/agentrl-{name}"
-        self._work = f"{self._state}-work" if remote.own_machine else WORKSPACE
-        self._uid = _FIRST_UID + secrets.randbelow(_UIDS)
-        self.running: set[_Job] = set()
+        work = None if remote.own_machine else WORKSPACE
+        self._helper = Helper(remote, backend.name, place=place, work=work, mark=self._mark)
+        self._work = self._helper.work
+        self._files = RemoteFiles(self._helper, spec.limits.disk_bytes)
+        self._running: set[_Job] = set()
         self._snapshots: dict[str, Path] = {}
-        self.closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._helper.closed
 
     async def open(self) -> None:
         """Make the work folder there, and lay the files of the spec. Raises SandboxError."""
         try:
-            reply = await self.ask("setup", empty=not self._remote.own_machine)
+            reply = await self._helper.ask("setup", empty=not self._remote.own_machine)
             if "error" in reply:
                 raise SandboxUnavailable(f"{self._backend.name}: no work folder {self._work}: {reply['error']}")
             if not self._remote.own_machine:
@@ -149,17 +123,9 @@ class RemoteBox:
                 await self.close()
             raise
 
-    @property
-    def backend_name(self) -> str:
-        return self._backend.name
-
-    @property
-    def most_wait_s(self) -> float:
-        return self._remote.most_wait_s
-
     async def beat(self) -> None:
         """Tell the box that its owner lives."""
-        await self.ask("touch", seconds=_WATCH_S, not_in=_own_processes())
+        await self._helper.ask("touch", seconds=_WATCH_S, not_in=_own_processes())
 
     # --- commands -----------------------------------------------------------------------------------------------
 
@@ -208,7 +174,7 @@ class RemoteBox:
         env: Mapping[str, str] | None,
         wall_s: float,
     ) -> _Job:
-        self.must_be_open()
+        self._helper.must_be_open()
         words = checked_argv(argv)
         home = {"HOME": self._work if self._remote.own_machine else "/tmp", "LANG": "C.UTF-8", "PATH": _PATH}
         variables = checked_env({"TMPDIR": home["HOME"], **home, **self.spec.env, **(env or {}), **self._mark})
@@ -216,13 +182,13 @@ class RemoteBox:
         if b"\0" in folder:
             raise CommandRefused("the folder holds a NUL byte")
         folder = self._inside(folder)
-        job = _Job(self, secrets.token_hex(8))
-        self.running.add(job)
+        job = _Job(self._helper, self._running, secrets.token_hex(8))
+        self._running.add(job)
         try:
             with trio.CancelScope(shield=True):  # a command that was started must be known
                 await self._launch(job, words, variables, folder, stdin, wall_s)
         except BaseException:
-            self.running.discard(job)
+            self._running.discard(job)
             raise
         return job
 
@@ -235,13 +201,13 @@ class RemoteBox:
         stdin: bytes | None,
         wall_s: float,
     ) -> None:
-        reply = await self.ask(
+        reply = await self._helper.ask(
             "start",
             id=job.id,
-            argv=[_text(word) for word in words],
-            env=[[_text(key), _text(value)] for key, value in variables.items()],
-            cwd=_text(folder),
-            stdin=_text(stdin or b""),
+            argv=[text(word) for word in words],
+            env=[[text(key), text(value)] for key, value in variables.items()],
+            cwd=text(folder),
+            stdin=text(stdin or b""),
             ends_stdin=stdin is not None,
             wall_s=min(wall_s, 1e9),
             output_bytes=self.spec.limits.output_bytes,
@@ -263,103 +229,41 @@ class RemoteBox:
     async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
         bound = self.spec.limits.disk_bytes
-        data = await self._read(path, bound if most_bytes is None else min(most_bytes, bound))
+        data = await self._files.read(path, bound if most_bytes is None else min(most_bytes, bound))
         if data is None:
             raise SandboxPathError(f"{path!r}: Is a directory")
         return data
 
-    async def _read(self, path: str, most: int) -> bytes | None:
-        self.must_be_open()
-        name, data, size = _text(os.fsencode(checked_path(path) or ".")), bytearray(), 1
-        while len(data) < size:
-            reply = await self._path(path, "read", path=name, at=len(data), size=_PIECE, most=most)
-            if reply.get("folder"):
-                return None
-            piece = base64.b64decode(reply["data"])
-            data += piece
-            size = min(reply["size"], most) if piece else 0
-        return bytes(data[:most])
-
     async def write(self, path: str, data: bytes) -> None:
         """Write a file of the work folder, making parent folders as needed."""
-        await self._write(path, data, None)
-
-    async def _write(self, path: str, data: bytes, mode: int | None) -> None:
-        self.must_be_open()
-        if len(data) > self.spec.limits.disk_bytes:
-            raise SandboxPathError(f"{path!r} does not fit: {len(data)} bytes, {self.spec.limits.disk_bytes} there are")
-        name = _text(os.fsencode(checked_path(path)))
-        for start in range(0, max(len(data), 1), _PIECE):
-            piece = _text(data[start : start + _PIECE])
-            await self._path(path, "write", path=name, data=piece, more=start > 0, mode=mode, again=start == 0)
+        await self._files.write(path, data)
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or tree into the work folder."""
-        self.must_be_open()
+        self._helper.must_be_open()
         path = trio.Path(source)
         if await path.is_file():
-            await self._write(target, await path.read_bytes(), (await path.stat()).st_mode & 0o777)
+            await self._files.write(target, await path.read_bytes(), (await path.stat()).st_mode & 0o777)
             return
         data = await trio.to_thread.run_sync(tar.pack, source, self.spec.limits.disk_bytes)
-        await self._unpack(target, data, clear=False)
+        await self._files.unpack(target, data, clear=False)
 
     async def download(self, source: str, target: Path) -> None:
         """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
-        self.must_be_open()
-        data = await self._read(source, self.spec.limits.disk_bytes)
+        self._helper.must_be_open()
+        data = await self._files.read(source, self.spec.limits.disk_bytes)
         if data is not None:
             await trio.Path(target.parent).mkdir(parents=True, exist_ok=True)
             await trio.Path(target).write_bytes(data)
             return
-        tree = await self._pack(source)
+        tree = await self._files.pack(source)
         await trio.to_thread.run_sync(tar.unpack, tree, target, self.spec.limits.disk_bytes)
-
-    async def _pack(self, path: str = ".") -> bytes:
-        name = f"{secrets.token_hex(8)}.tar"
-        where = _text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self.spec.limits.disk_bytes + tar.OVERHEAD
-        try:
-            reply = await self._path(path, "tar", id=name, path=where, packs=True, clear=False, most=most)
-            data = bytearray()
-            while len(data) < reply["size"]:
-                piece = await self._path(path, "spool", id=name, data=None, at=len(data), size=_PIECE)
-                if not piece["data"]:
-                    raise SandboxPathError(f"{path!r}: its archive broke off")
-                data += base64.b64decode(piece["data"])
-            return bytes(data)
-        finally:
-            await self._dropped(name)
-
-    async def _unpack(self, path: str, data: bytes, *, clear: bool) -> None:
-        name = f"{secrets.token_hex(8)}.tar"
-        where = _text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self.spec.limits.disk_bytes + tar.OVERHEAD
-        try:
-            for start in range(0, len(data), _PIECE):
-                await self._path(path, "spool", id=name, data=_text(data[start : start + _PIECE]), again=False)
-            await self._path(path, "tar", id=name, path=where, packs=False, clear=clear, most=most, again=False)
-        finally:
-            await self._dropped(name)
-
-    async def _dropped(self, name: str) -> None:
-        if not self.closed:
-            with trio.CancelScope(shield=True):
-                await self.ask("drop", id=name)
-
-    async def _path(self, named: str, do: str, /, **request: Any) -> dict[str, Any]:
-        """A file operation; a refusal raises SandboxPathError."""
-        self.must_be_open()
-        reply = await self.ask(do, **request)
-        if "error" in reply:
-            self.must_be_open()  # closed under the call: its folders are gone, and no path was wrong
-            raise SandboxPathError(f"{named!r}: {reply['error']}")
-        return reply
 
     # --- copies of the box --------------------------------------------------------------------------------------
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
-        data = await self._pack()
+        data = await self._files.pack()
         name = secrets.token_hex(8)
         path = self._backend.folder() / name
         await trio.Path(path).write_bytes(data)
@@ -368,21 +272,21 @@ class RemoteBox:
 
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended."""
-        self.must_be_open()
+        self._helper.must_be_open()
         snapshots = [box._snapshots[snapshot] for box in self._backend.boxes if snapshot in box._snapshots]
         if not snapshots:
             raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
         data = await trio.Path(snapshots[0]).read_bytes()
-        for job in list(self.running):
+        for job in list(self._running):
             await job.kill()
-        await self._unpack(".", data, clear=True)
+        await self._files.unpack(".", data, clear=True)
 
     async def fork(self) -> RemoteBox:
         """A new box with a copy of the work folder; processes are not copied."""
-        data = await self._pack()
+        data = await self._files.pack()
         twin = await self._backend.create(dataclasses.replace(self.spec, files={}))
         try:
-            await twin._unpack(".", data, clear=True)
+            await twin._files.unpack(".", data, clear=True)
         except BaseException:
             with trio.CancelScope(shield=True):
                 await twin.close()
@@ -395,14 +299,14 @@ class RemoteBox:
         """Give the box back. Idempotent."""
         if self.closed:
             return
-        self.closed = True
+        self._helper.closed = True
         self._backend.boxes.discard(self)
         with trio.CancelScope(shield=True):
             try:
                 if self._remote.own_machine:
-                    await self.ask("stop")
+                    await self._helper.ask("stop")
             finally:
-                for job in list(self.running):
+                for job in list(self._running):
                     job.lost()
                 for path in self._snapshots.values():
                     path.unlink(missing_ok=True)
@@ -410,50 +314,14 @@ class RemoteBox:
                 with host_time(self._backend.name), boundary(SandboxError, f"{self._backend.name}: closing a box:"):
                     await self._remote.close()
 
-    def must_be_open(self) -> None:
-        if self.closed:
-            raise SandboxError("the box is closed")
-
-    async def ask(self, do: str, *, again: bool = True, wait_s: float = 0.0, **request: Any) -> dict[str, Any]:
-        """One operation of the helper. Made again where the connection broke, if `again`. Raises SandboxLost."""
-        message = {"do": do, "state": self._state, "work": _text(self._work.encode()), "uid": self._uid, **request}
-        text = base64.b64encode(json.dumps(message).encode()).decode()
-        until = trio.current_time() + _AGAIN_S
-        pause = 0.2
-        while True:
-            try:
-                with host_time(self._backend.name, deadline_s=_CALL_S + wait_s + 30.0):
-                    return await self._call(text, wait_s)
-            except SandboxError:
-                raise
-            except Exception as error:  # any kind: it is the provider's library that failed
-                if not again or trio.current_time() >= until or self.closed:
-                    raise SandboxLost(f"{self._backend.name}: a call was not answered: {_words(error)}") from error
-            await trio.sleep(pause)
-            pause = min(2 * pause, 5.0)
-
-    async def _call(self, text: str, wait_s: float) -> dict[str, Any]:
-        argument, deadline_s = text, _CALL_S + wait_s
-        if len(text) > _INLINE:
-            path = f"{self._state}/{secrets.token_hex(8)}.request"
-            await self._remote.write_text(path, text, deadline_s=deadline_s)
-            argument = f"@{path}"
-        words = ["python3", "-I", "-c", _helper(), argument]
-        if self._mark:
-            words = ["env", *(f"{key}={value}" for key, value in self._mark.items()), *words]
-        output = await self._remote.execute(words, deadline_s=deadline_s)
-        line = next((line for line in output.split("\n") if line.startswith("agentrl ")), None)
-        if line is None:
-            raise SandboxLost(f"the box answered {output[-300:]!r}: it needs python3 (3.9 or later)")
-        return json.loads(line.removeprefix("agentrl "))
-
 
 class _Job:
     """A command on its way in the box. Satisfies `BoxProcess`."""
 
-    def __init__(self, box: RemoteBox, id: str) -> None:
-        self._box, self.id = box, id
-        self._ask_s = box.most_wait_s
+    def __init__(self, helper: Helper, running: set[_Job], id: str) -> None:
+        """It leaves the `running` commands of its box at its end."""
+        self._helper, self._running, self.id = helper, running, id
+        self._ask_s = helper.remote.most_wait_s
         self._numbers: dict[str, int] = {}
         self._locks = {channel: trio.Lock() for channel in ("send", "receive", "wait", "kill")}
         self._result: ExecResult | None = None
@@ -461,8 +329,8 @@ class _Job:
 
     async def send(self, data: bytes) -> None:
         """Write to its stdin; does nothing if the process has ended or closed it."""
-        for start in range(0, len(data), _PIECE):
-            await self._asked("send", data=_text(data[start : start + _PIECE]))
+        for start in range(0, len(data), PIECE):
+            await self._asked("send", data=text(data[start : start + PIECE]))
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
@@ -473,7 +341,7 @@ class _Job:
                 try:
                     reply = await self._asked("receive", timeout_s=min(remaining_s, self._ask_s))
                 except SandboxError:
-                    if self._box.closed:
+                    if self._helper.closed:
                         return b""  # it ended with the box
                     raise
                 data = base64.b64decode(reply.get("out", ""))
@@ -492,10 +360,10 @@ class _Job:
                 reply = await self._asked("wait", timeout_s=min(remaining_s, self._ask_s))
                 if reply.get("ended"):
                     self._result = _result(reply)
-                    self._box.running.discard(self)
+                    self._running.discard(self)
                 elif "gone" in reply:
-                    self._box.running.discard(self)
-                    raise SandboxLost(f"{self._box.backend_name}: a command is gone: {reply['gone']}")
+                    self._running.discard(self)
+                    raise SandboxLost(f"{self._helper.name}: a command is gone: {reply['gone']}")
                 elif remaining_s <= self._ask_s:
                     return None
         return self._result
@@ -510,9 +378,9 @@ class _Job:
 
     async def abandon(self) -> None:
         """End it without an answer: its caller is gone."""
-        self._box.running.discard(self)
-        if self._result is None and not self._box.closed:
-            with trio.move_on_after(_CALL_S), suppress(SandboxError):
+        self._running.discard(self)
+        if self._result is None and not self._helper.closed:
+            with trio.move_on_after(CALL_S), suppress(SandboxError):
                 await self._asked("kill")
                 await self._asked("wait", timeout_s=self._ask_s)
 
@@ -524,7 +392,7 @@ class _Job:
         """A question to the command's supervisor; one at a time a channel, numbered, so that each counts once."""
         if self._result is not None:
             return {"ended": True, "out": ""} if channel == "receive" else {}
-        self._box.must_be_open()
+        self._helper.must_be_open()
         async with self._locks[channel]:
             number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
             answer: dict[str, Any] = {}
@@ -537,7 +405,7 @@ class _Job:
                 failure: list[SandboxError] = []
                 nursery.start_soon(stop)
                 try:
-                    answer = await self._box.ask(
+                    answer = await self._helper.ask(
                         "ask",
                         id=self.id,
                         channel=channel,
@@ -625,10 +493,6 @@ def _own_processes() -> str:
     return str(Path("/proc/self/ns/pid").readlink())
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
 def _bounds(limits: Limits) -> dict[str, int]:
     """The rlimits of each process, by their names in `resource`."""
     return {
@@ -653,7 +517,3 @@ def _result(reply: Mapping[str, Any]) -> ExecResult:
         cpu_s=reply["cpu_s"],
         starved_s=reply["starved_s"],
     )
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]

@@ -21,7 +21,8 @@ from agentrl.errors import SandboxUnavailable, UsageError, boundary
 from agentrl.host.clocks import host_time
 from agentrl.host.installation import install_command
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.remote.box import AsyncioLoop, ProviderBox, RemoteBackend
+from agentrl.sandbox.remote.box import AsyncioLoop, RemoteBackend
+from agentrl.sandbox.remote.helper_calls import ProviderBox
 
 T = TypeVar("T")
 

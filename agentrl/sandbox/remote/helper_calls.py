@@ -1,0 +1,186 @@
+"""Calls of `helper.py`, which runs in a box, and the file operations made of them.
+
+A call is short and may be made again, so that a connection that breaks costs nothing. Knows no provider: a
+`ProviderBox` makes the calls.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import trio
+
+from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
+from agentrl.host.clocks import host_time
+from agentrl.sandbox.docker import tar
+from agentrl.sandbox.docker.shell_scripts import checked_path
+
+CALL_S: Final = 60.0  # deadline of a call, beside what it waits for
+PIECE: Final = 3 << 20  # bytes of a file in one call
+_AGAIN_S: Final = 60.0  # how long calls are made again after a connection broke
+_INLINE: Final = 60_000  # characters of a request that fit one argument
+_FIRST_UID: Final = 20_000
+_UIDS: Final = 40_000
+
+
+class ProviderBox(Protocol):
+    """A box at a provider. Every method raises an exception of any kind if it fails."""
+
+    own_machine: bool
+    """Whether the box is no machine of its own, but shares this one's processes and files."""
+    most_wait_s: float
+    """The longest that one call may wait for a command."""
+
+    async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
+        """Stdout of a short command, whatever its exit code."""
+        ...
+
+    async def write_text(self, path: str, text: str, *, deadline_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+@functools.cache
+def _helper() -> str:
+    return Path(__file__).with_name("helper.py").read_text("utf-8")
+
+
+class Helper:
+    """The helper in one box. `work` is the work folder there, `mark` are variables of every process."""
+
+    def __init__(
+        self, remote: ProviderBox, name: str, *, place: str, work: str | None, mark: Mapping[str, str]
+    ) -> None:
+        """`name` is the backend's. The helper has a folder of its own in `place`, and the work folder beside it if
+        there is no `work`."""
+        self.remote, self.name, self._mark = remote, name, mark
+        self._state = f"{place}/agentrl-{secrets.token_hex(8)}"
+        self.work = work or f"{self._state}-work"
+        self._uid = _FIRST_UID + secrets.randbelow(_UIDS)
+        self.closed = False
+
+    def must_be_open(self) -> None:
+        """Raises SandboxError after the end of the box."""
+        if self.closed:
+            raise SandboxError("the box is closed")
+
+    async def ask(self, do: str, *, again: bool = True, wait_s: float = 0.0, **request: Any) -> dict[str, Any]:
+        """One operation of the helper. Made again where the connection broke, if `again`. Raises SandboxLost."""
+        message = {"do": do, "state": self._state, "work": text(self.work.encode()), "uid": self._uid, **request}
+        request_text = text(json.dumps(message).encode())
+        until = trio.current_time() + _AGAIN_S
+        pause = 0.2
+        while True:
+            try:
+                with host_time(self.name, deadline_s=CALL_S + wait_s + 30.0):
+                    return await self._call(request_text, wait_s)
+            except SandboxError:
+                raise
+            except Exception as error:  # any kind: it is the provider's library that failed
+                if not again or trio.current_time() >= until or self.closed:
+                    raise SandboxLost(f"{self.name}: a call was not answered: {_words(error)}") from error
+            await trio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    async def _call(self, request: str, wait_s: float) -> dict[str, Any]:
+        argument, deadline_s = request, CALL_S + wait_s
+        if len(request) > _INLINE:
+            path = f"{self._state}/{secrets.token_hex(8)}.request"
+            await self.remote.write_text(path, request, deadline_s=deadline_s)
+            argument = f"@{path}"
+        words = ["python3", "-I", "-c", _helper(), argument]
+        if self._mark:
+            words = ["env", *(f"{key}={value}" for key, value in self._mark.items()), *words]
+        output = await self.remote.execute(words, deadline_s=deadline_s)
+        line = next((line for line in output.split("\n") if line.startswith("agentrl ")), None)
+        if line is None:
+            raise SandboxLost(f"the box answered {output[-300:]!r}: it needs python3 (3.9 or later)")
+        return json.loads(line.removeprefix("agentrl "))
+
+
+class RemoteFiles:
+    """Files of the work folder. None may be larger than `disk_bytes`."""
+
+    def __init__(self, helper: Helper, disk_bytes: int) -> None:
+        self._helper, self._disk_bytes = helper, disk_bytes
+
+    async def read(self, path: str, most: int) -> bytes | None:
+        """At most `most` bytes of a file; None for a folder."""
+        self._helper.must_be_open()
+        name, data, size = text(os.fsencode(checked_path(path) or ".")), bytearray(), 1
+        while len(data) < size:
+            reply = await self._operate(path, "read", path=name, at=len(data), size=PIECE, most=most)
+            if reply.get("folder"):
+                return None
+            piece = base64.b64decode(reply["data"])
+            data += piece
+            size = min(reply["size"], most) if piece else 0
+        return bytes(data[:most])
+
+    async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
+        """Write a file, making parent folders as needed."""
+        self._helper.must_be_open()
+        if len(data) > self._disk_bytes:
+            raise SandboxPathError(f"{path!r} does not fit: {len(data)} bytes, {self._disk_bytes} there are")
+        name = text(os.fsencode(checked_path(path)))
+        for start in range(0, max(len(data), 1), PIECE):
+            piece = text(data[start : start + PIECE])
+            await self._operate(path, "write", path=name, data=piece, more=start > 0, mode=mode, again=start == 0)
+
+    async def pack(self, path: str = ".") -> bytes:
+        """An archive of a tree."""
+        name = f"{secrets.token_hex(8)}.tar"
+        where = text(os.fsencode(checked_path(path) or "."))
+        most = 2 * self._disk_bytes + tar.OVERHEAD
+        try:
+            reply = await self._operate(path, "tar", id=name, path=where, packs=True, clear=False, most=most)
+            data = bytearray()
+            while len(data) < reply["size"]:
+                piece = await self._operate(path, "spool", id=name, data=None, at=len(data), size=PIECE)
+                if not piece["data"]:
+                    raise SandboxPathError(f"{path!r}: its archive broke off")
+                data += base64.b64decode(piece["data"])
+            return bytes(data)
+        finally:
+            await self._dropped(name)
+
+    async def unpack(self, path: str, data: bytes, *, clear: bool) -> None:
+        """Lay an archive into a folder, in the place of its contents if `clear`."""
+        name = f"{secrets.token_hex(8)}.tar"
+        where = text(os.fsencode(checked_path(path) or "."))
+        most = 2 * self._disk_bytes + tar.OVERHEAD
+        try:
+            for start in range(0, len(data), PIECE):
+                await self._operate(path, "spool", id=name, data=text(data[start : start + PIECE]), again=False)
+            await self._operate(path, "tar", id=name, path=where, packs=False, clear=clear, most=most, again=False)
+        finally:
+            await self._dropped(name)
+
+    async def _dropped(self, name: str) -> None:
+        if not self._helper.closed:
+            with trio.CancelScope(shield=True):
+                await self._helper.ask("drop", id=name)
+
+    async def _operate(self, named: str, do: str, /, **request: Any) -> dict[str, Any]:
+        """A file operation; a refusal raises SandboxPathError."""
+        self._helper.must_be_open()
+        reply = await self._helper.ask(do, **request)
+        if "error" in reply:
+            self._helper.must_be_open()  # closed under the call: its folders are gone, and no path was wrong
+            raise SandboxPathError(f"{named!r}: {reply['error']}")
+        return reply
+
+
+def text(data: bytes) -> str:
+    """Bytes as a request carries them."""
+    return base64.b64encode(data).decode()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
