@@ -8,7 +8,8 @@ import pytest
 
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
-from agentrl.sandbox.docker.container import Container, ContainerEngine
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.container_commands import ContainerEngine
 
 
 class Never:

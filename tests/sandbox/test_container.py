@@ -18,7 +18,8 @@ from agentrl.host.cpu_time import GroupCpuTime
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker import container, shell_scripts
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
-from agentrl.sandbox.docker.container import Container, ContainerEngine
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.container_commands import ContainerCommands, ContainerEngine
 
 
 def unknown_cpu_time(container: str, cpus: float) -> GroupCpuTime:
@@ -72,14 +73,14 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
     way = f"{programs}:/usr/bin:/bin"
 
     async def own(
-        self: Container, script: str, *words: str, stdin: bytes = b"", limit: int
+        self: ContainerCommands, script: str, *words: str, stdin: bytes = b"", limit: int
     ) -> tuple[int, bytes, bytes]:
         script = f"cd {work}; {script.replace(shell_scripts.WORKSPACE, str(work))}"
         command = ["sh", "-c", script, "sh", *words]
         ran = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False, env={"PATH": way})
         return ran.returncode, ran.stdout, ran.stderr
 
-    monkeypatch.setattr(Container, "_own", own)
+    monkeypatch.setattr(ContainerCommands, "run_script", own)
     monkeypatch.setattr(container, "_WRITABLE", (str(work),))
     monkeypatch.setattr(container, "WORKSPACE", str(work))
     box = Container(cast(ContainerEngine, Gone(starved=False)), SandboxSpec(), set())
@@ -181,7 +182,7 @@ async def test_a_command_that_starts_after_its_kill_is_killed_again(
     process = await box.start(["sleep", "600"])
     await process.kill()
     assert (engine.sweeps, engine.removed) == (2, 0)
-    assert not box._broken  # pyright: ignore[reportPrivateUsage]
+    assert not box._commands.broken  # pyright: ignore[reportPrivateUsage]
 
 
 class Held(Late):

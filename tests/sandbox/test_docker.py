@@ -14,7 +14,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.docker import backend as docker
-from agentrl.sandbox.docker import container
+from agentrl.sandbox.docker import container_commands
 from agentrl.sandbox.docker.backend import Docker
 from agentrl.sandbox.warm_python import WarmPython
 
@@ -177,7 +177,7 @@ async def test_memory_that_ran_out_is_told_where_the_engine_s_clock_is_another(
 ) -> None:
     """Our clock is an hour ahead of the engine's."""
     ahead = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
-    for module in (docker, container):
+    for module in (docker, container_commands):
         monkeypatch.setattr(module, "time", ahead)
     limits = Limits(memory_bytes=64 << 20, disk_bytes=1 << 20)
     box = await backend.create(SandboxSpec(limits=limits))

@@ -26,7 +26,8 @@ from agentrl.sandbox import shared_backend
 from agentrl.sandbox.docker import backend as docker
 from agentrl.sandbox.docker import engine_address
 from agentrl.sandbox.docker.backend import Docker, DockerEngine
-from agentrl.sandbox.docker.container import Container, ContainerCommand
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.container_commands import ContainerCommand
 
 from .conftest import IMAGE, TlsEngine
 
@@ -59,7 +60,7 @@ async def runs(box: Container) -> ContainerCommand:
     """The command of a box, once it has written something."""
     deadline = trio.current_time() + 60.0
     while trio.current_time() < deadline:
-        for command in box._running:
+        for command in box._commands._running:
             if command.streams.stdout.take():
                 return command
         await trio.sleep(0.01)
