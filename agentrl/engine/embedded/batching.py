@@ -425,8 +425,8 @@ class Batcher:
         self.slots.forget(busy=True)
 
     def rest(self, *, weights: bool) -> None:
-        """Give back the memory of keys and values, and of the weights if asked. Running requests keep their tokens. No
-        `step` or `score` may come before `model.load`, if the weights are gone, and `wake`."""
+        """Free the memory of keys and values, with `weights` also that of the weights. Running requests keep their
+        tokens. No `step` or `score` may come before `model.load`, if the weights are gone, and `wake`."""
         self.forget()
         self.slots.kv.free()
         if weights:

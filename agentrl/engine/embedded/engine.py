@@ -35,7 +35,7 @@ class PassLoop:
     """Decides when the next forward pass runs: while there is work, and the engine is neither paused nor asleep."""
 
     def __init__(self, batcher: Batcher, spare: SpareCores | None = None) -> None:
-        """With `spare`, a pass has as many threads as it tells."""
+        """With `spare`, a pass has as many threads as it allows."""
         self._batcher, self._spare = batcher, spare
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self.paused = False
@@ -76,7 +76,8 @@ class PassLoop:
         self._wake.set()
 
     def sleep(self, *, drop_weights: bool) -> None:
-        """Give back the memory of keys and values, and of the weights if asked. The engine must be paused."""
+        """Free the memory of keys and values, with `drop_weights` also that of the weights. The engine must be
+        paused."""
         self.awake.clear()
         self.asleep = {"weights", "kv_cache"}
         self._batcher.rest(weights=drop_weights)
