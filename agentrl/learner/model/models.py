@@ -112,7 +112,7 @@ class Follower:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Inside, the policy computes with this model's parameters. No gradient may be asked for across its ends."""
+        """Inside, the policy computes with this model's parameters. No backward pass may cross its ends."""
         narrow = {name: parameter.data for name, parameter in self._leaders.items() if parameter.dtype != torch.float32}
         self._exchange(narrow)
         for name in narrow:

@@ -76,7 +76,7 @@ _PROGRESS_LOOK_S = 0.05
 
 
 def begin_work(store: distributed.Store, key: str, rank: int, work: Callable[[Callable[[], object]], None]) -> None:
-    """Do `work` on a thread, which is given what to call when some of it is done, and tell rank 0 how it ended."""
+    """Do `work` on a thread, and report to rank 0 how it ended. `work` calls its argument when some of it is done."""
     threading.Thread(target=_work, args=(store, key, rank, work), name="beside", daemon=True).start()
 
 
@@ -204,7 +204,7 @@ class Ranks(Protocol):
         ...
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
-        """Do `work` on a thread of another rank than 0, while orders go on; it is given what to call as it gets on."""
+        """Do `work` on a thread of another rank than 0, while orders go on; it calls its argument as it gets on."""
         ...
 
     def settle(self, key: str, progress: Callable[[], None]) -> None:
@@ -642,7 +642,7 @@ class Leader:
 
 
 def _stopped(pid: int) -> bool:
-    """Whether a process is stopped, as the kernel tells where there is a /proc."""
+    """Whether a process is stopped, from its state in /proc; False where there is none."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
