@@ -192,7 +192,7 @@ class RunDir:
 
 
 def scratch_prefix() -> str:
-    """What the names of this user's scratch spaces begin with."""
+    """The prefix of the names of this user's scratch spaces."""
     return f"agentrl-{os.getuid()}-"
 
 

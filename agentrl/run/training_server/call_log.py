@@ -1,6 +1,6 @@
 """Log of the calls that a training server accepted, and of its answers: one SQLite file.
 
-A call is one row, known by its owner (a training or sampling client's id) and its number there: asked for twice, it is
+A call is one row, known by its owner (a training or sampling client's id) and its number there: a repeated request is
 the same call. Its answer is written once, in one transaction with what it changed. Never knows what a call computes.
 """
 
@@ -56,7 +56,7 @@ class CallChanged(UsageError):
 
 
 class CallTooLate(UsageError):
-    """A call came after the server had given up waiting for it."""
+    """A call came after the server had stopped waiting for it."""
 
 
 class CallLog(Closing):

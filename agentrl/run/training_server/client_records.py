@@ -58,7 +58,7 @@ class ClientRecords:
         self._file = file
 
     def begin_session(self, asked: str) -> str:
-        """The id of the session that was `asked` for under this key, a new one or that of before."""
+        """The id of the session that a client requests under a key of its own: a new one, or the one of before."""
         with self._file.writing():
             self._file.do("INSERT OR IGNORE INTO sessions (id, asked) VALUES (?, ?)", uuid.uuid4().hex, asked)
             row = self._file.find("SELECT id FROM sessions WHERE asked = ?", asked)

@@ -34,8 +34,9 @@ class HeldAdapters:
 
     @asynccontextmanager
     async def held(self, adapter: tuple[str, Path] | None) -> AsyncGenerator[str | None]:
-        """Inside, the engine has an adapter of this name and folder, and its name is what it is asked for. If all that
-        the engine may hold are in use, it is waited until one is not. Raises UsageError if the folder is gone."""
+        """Inside, the engine has an adapter of this name and folder, and requests use the name that this yields. If all
+        adapters that the engine may hold are in use, this waits until one is not. Raises UsageError if the folder is
+        gone."""
         if adapter is None:
             yield None
             return

@@ -1,6 +1,6 @@
 """An engine that is started again when it ends by itself.
 
-Owns its process and the client that speaks to it. Never knows what is asked of it.
+Owns its process and the client that speaks to it. Never knows what its requests mean.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 class SamplingCalls:
     """`kind` is the engine's, which has room for adapters of `most_rank` and knows the tokens below `vocab`; `ends` are
-    those that end a turn if a client names no others. `answered` is told of each call that has its answer."""
+    those that end a turn if a client names no others. `answered` gets the id of each call that has its answer."""
 
     def __init__(
         self,

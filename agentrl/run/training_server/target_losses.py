@@ -50,7 +50,7 @@ def _ratio(logprobs_TC: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TargetLoss:
-    """A loss that reads these columns; one that is not given is all ones if it has a `default`."""
+    """A loss that reads these columns; a missing column is all ones if there is a `default`."""
 
     compute: RowLoss
     columns: tuple[str, ...]

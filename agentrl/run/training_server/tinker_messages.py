@@ -2,7 +2,7 @@
 them.
 
 The descriptors of its protobuf messages are the client's own package's (extra `tinker`). What a client sends is
-checked here: a ConfigError names the field, the value and the mend.
+checked here: a ConfigError names the field, the value and the fix.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -81,7 +81,7 @@ class TrainedAdapters:
         self._learner.export(self.ensure(record), weights_folder(self._folder, number))
 
     def load_weights(self, record: ModelRecord, number: int, *, optimizer: bool) -> None:
-        """Read saved weights into an adapter, with the state of their optimizer if asked."""
+        """Read saved weights into an adapter, with `optimizer` also the state of their optimizer."""
         file = weights_folder(self._folder, number) / _STATE
         self._learner.load(_name(record), file, optimizer=optimizer)
 

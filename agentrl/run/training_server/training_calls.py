@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingCalls:
-    """`most_rank` is that of the adapters which the engine has room for. `answered` is told of each call that has its
-    answer. A call waits `patience_s` for the one before it to come."""
+    """`most_rank` is that of the adapters which the engine has room for. `answered` gets the id of each call that has
+    its answer. A call waits `patience_s` for the one before it to come."""
 
     def __init__(
         self,
