@@ -88,8 +88,8 @@ def conversation(start: Messages, turns: Sequence[Turn], step: Step) -> list[Mes
 
 
 def as_before(step: Step, before: Step) -> Step:
-    """An answer that is given again, with the compaction behind it that there was `before`: the shorter conversation,
-    or the request for notes."""
+    """A repeated answer, with the compaction behind it that there was `before`: the shorter conversation, or the
+    request for notes."""
     if before.compaction == SHORTENED and step.history is None:
         return replace(step, history=before.history)
     if before.compaction != ASKED or not before.observation:

@@ -22,8 +22,8 @@ def asked(meta: Meta) -> dict[str, Any]:
 
 
 def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Make the next request: what `change` makes of the last one. Its number tells requests apart, and not a time: a
-    clock may step back."""
+    """Make the next request: what `change` makes of the last one. Requests differ by number, not by time: a clock may
+    step back."""
     is_written = False
     while not is_written:  # somebody else may make a request meanwhile
         last = asked(store.meta)
@@ -46,7 +46,7 @@ def move(store: RunStore, to: Split, *, was: Split) -> None:
 
 
 def take_back(store: RunStore, why: str) -> None:
-    """Ask for the split of before again: the learner finds no place for what was asked."""
+    """Request the split of before again: the learner finds no place for the new one."""
     write(store, lambda last: {**last, **last.pop("was"), "refused": why})
 
 
