@@ -27,7 +27,7 @@ from agentrl.sandbox.docker.attached_streams import AttachedStreams
 from agentrl.sandbox.docker.shell_scripts import MARK, REFUSED, SWEEP_ALL, SWEEP_OTHERS, shell_word
 from agentrl.sandbox.work_folder import WORKSPACE
 
-_POLL_S = 0.2  # how often a silent command is asked whether it still runs
+_POLL_S = 0.2  # how often a silent command is checked for life
 _END_S = 10.0  # for a killed command to be gone
 _AGAIN_S = 1.0  # until its processes are swept once more
 _FILE_S = 60.0  # for one of our own commands
@@ -167,7 +167,7 @@ class ContainerCommands:
 
     async def _until_ended(self, command: ContainerCommand, deadline: FairDeadline) -> None:
         """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them. While
-        the engine is asked, the deadline stands still."""
+        a request to the engine runs, the deadline stands still."""
         failure: list[SandboxError] = []
         async with trio.open_nursery() as nursery:
 
