@@ -36,8 +36,9 @@ _COMPARED = ("observation", "history", "role", "terminated", "truncated")
 # it are repeated.
 #
 # In both ways the environment has to prove where it stands: each repeated action must get the messages, the end and the
-# next role that the journal has (law 2). A reward is not compared, since the recorded one counts. A snapshot that cannot
-# be restored spoils nothing: the environment may stand anywhere by then, so it is closed, and a fresh one is replayed.
+# next role that the journal has (law 2). A reward is not compared, since the recorded one counts. A snapshot that
+# cannot be restored spoils nothing: the environment may stand anywhere by then, so it is closed, and a fresh one is
+# replayed.
 #
 # If neither way works, the episode starts anew as another trial. The turns so far stay in the store with the reason and
 # are never trained. A fork cannot start anew, because its siblings share its first turns: it fails and leaves the loss.

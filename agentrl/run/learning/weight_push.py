@@ -61,8 +61,8 @@ def leader_meta(store: RunStore, key: str) -> str | None:
 # serve its weights, and the cost of the push belongs to the row. A checkpoint waits for the push as well: the canary
 # finds weights that an engine did not take, and a checkpoint of such a step would carry the fault on.
 class WeightPush:
-    """Sends the weights that `parcels` packs. `pin` keeps a version's weights if an evaluation needs them. Engines that no
-    file can serve (`in_memory`) get them again from a learner that waits. `patience_s` is longer than any delivery
+    """Sends the weights that `parcels` packs. `pin` keeps a version's weights if an evaluation needs them. Engines that
+    no file can serve (`in_memory`) get them again from a learner that waits. `patience_s` is longer than any delivery
     takes: a push that takes longer is no sign of life."""
 
     def __init__(
