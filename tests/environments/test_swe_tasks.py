@@ -24,7 +24,7 @@ from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
 from agentrl_environments.swe.dockerfile import recipe
 from agentrl_environments.swe.harbor import moved
 from agentrl_environments.swe.reward_files import rewards_of
-from agentrl_environments.swe.submitted_files import is_artifact, is_source, matching
+from agentrl_environments.swe.submitted_files import is_artifact, is_source, matching, start_listing
 from agentrl_environments.swe.trees import reversed_patch
 from agentrl_tools.patching import apply_hunks, parse_patch
 
@@ -347,6 +347,16 @@ async def test_a_verifier_that_cannot_start_is_no_zero(folder: Path) -> None:
 
     with pytest.raises(SandboxUnavailable, match=r"the box of the verifier has no bash, and its test\.sh needs it"):
         await task.grade(FakeSandbox(SandboxSpec(), no_bash), FakeBackend())
+
+
+async def test_files_of_an_image_that_cannot_be_listed_are_the_hosts_failure() -> None:
+    """Without a listing no work would be handed in, and each episode would get 0."""
+
+    def lacks(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        return ExecResult(exit_code=1, stdout=b"", stderr=b"sha256sum: unrecognized option: z")
+
+    with pytest.raises(SandboxUnavailable, match=r"cannot be listed \(sha256sum: unrecognized option: z\)"):
+        await start_listing(FakeSandbox(SandboxSpec(), lacks))
 
 
 def test_a_solution_of_bash_runs_in_bash(folder: Path, tmp_path: Path) -> None:

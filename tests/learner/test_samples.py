@@ -176,6 +176,12 @@ def test_law_3_only_the_policys_own_doing_is_scored() -> None:
 
 
 @each_case("reason", list(StopReason))
+def test_a_member_that_any_limit_ended_counts_as_limited(reason: StopReason) -> None:
+    got = rows_of(group_of([episode(0, [turn(0, [1], [2])], 1.0, stop=reason), sibling()]))
+    assert [member.limited for member in got.members] == [reason.value.endswith("_limit"), False]
+
+
+@each_case("reason", list(StopReason))
 def test_law_3_every_stop_reason(reason: StopReason) -> None:
     got = rows_of(group_of([episode(0, [turn(0, [1], [2])], 1.0, stop=reason), sibling()]))
     assert len(got.rows) == (2 if reason.by_policy else 1)
