@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any, cast
 import pytest
 import trio
 from rich.console import Console
-from store.play import START, admit, answer, play_all, serve, turn
+from store.play import START, Tasks, admit, answer, play_all, serve, turn
 from store.test_outside import held
 from trio.testing import MockClock
 
@@ -21,8 +23,10 @@ from agentrl.engine.router.router import Fleet
 from agentrl.errors import DiskFull, RunFailed, matters
 from agentrl.models.resolve import model_dir
 from agentrl.records import GroupState, StopReason, Task, WeightVersion
+from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.run import supervisor as pipeline
 from agentrl.run.processes.worker_process import report
+from agentrl.run.reporting import live_view
 from agentrl.run.reporting.report import show, summarise
 from agentrl.run.run_folder import RunDir
 from agentrl.run.scratch_space import ScratchSpace
@@ -499,3 +503,59 @@ async def test_a_quorum_waits_for_the_others_as_long_after_a_pause_as_without_on
 
     await until_it_fails(one, play, within_s=400)
     assert closed == [pytest.approx(205 + 10, abs=1.6)]
+
+
+STEP_ROW: dict[str, Any] = {
+    **{f"gauge_{number}": 0.5 for number in range(60)},
+    **dict.fromkeys(("outcome_mean", "success_mean", "lag_mean", "busy_s", "idle_s", "grad_norm"), 0.5),
+    "episodes": 4,
+    "group_count": 2,
+    "lag_max": 1,
+    "tokens_trained": 10,
+    "tokens_scored": 10,
+    "updated": True,
+    "alarms": [],
+}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+async def test_law_4_a_supervisor_holds_no_more_after_many_steps(
+    supervisor: Callable[..., Supervisor],
+    autojump_clock: MockClock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    learns: bool,
+) -> None:
+    """Ten kilobytes for each step would be a gigabyte after a hundred thousand."""
+    monkeypatch.setattr(live_view, "_STANDING", 20)  # rows that are kept of steps that change no weight
+    one = supervisor(buffer={"groups_per_step": 2}, rollout={"group_size": 2}, train={"steps": 10_000})
+    store, progress, steps = one.store, pipeline._Progress(STALL_S), itertools.count(1)
+    admitter = Admitter(store, Tasks(lambda index: Task(index=index, env="e", seed=index)), bounds_of(one.config))
+
+    async def train(count: int) -> int:
+        """The bytes that are there after so many steps more."""
+        for step in itertools.islice(steps, count):
+            admitter.admit(2)
+            play_all(store)
+            assert store.buffer.take(step, 2, max_lag=4)
+            version = store.versions.mint_version(step)
+            store.versions.confirm_version(version)
+            store.metrics.record("step", step, {**STEP_ROW, "step": step, "updated": learns})
+            if step % 10 == 0:
+                store.lineage.checkpoint(step, version, tmp_path / str(step))
+                store.lineage.retain(step, keep_steps=5, keep_sample=0.0)
+            await one._tick(progress)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with (tmp_path / "lines").open("w") as lines:
+        one.on_tick = live_view.LiveView(console=Console(file=lines, width=100)).tick
+        await train(25)  # imports, caches, statements
+        tracemalloc.start()
+        try:
+            await train(25)
+            before = await train(5)
+            after = await train(40)
+        finally:
+            tracemalloc.stop()
+    assert (after - before) / 40 < 500
