@@ -60,12 +60,13 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class LostAnswer:
-    """An answer that no client waited for. `waited_s` is how long clients waited for it; `is_ours` says whether we were
-    too slow for them."""
+    """An answer that no client waited for. `waited_s` is how long clients waited for it, `looks_slow` says whether that
+    may have been too long for them, and `is_ours` whether the policy cannot have ended them instead."""
 
     conversation: Conversation
     waited_s: float
     answers_before: int
+    looks_slow: bool
     is_ours: bool
 
 
@@ -89,7 +90,8 @@ class LostAnswer:
 # The price: if a program asks twice side by side and gives one of them up, the other one may get the answer that was
 # meant for the first. Nobody would have read that answer, so no sample is lost. And in a box a program that does not
 # ask again, though we were slow, is scored: no time that we measure tells it from one that the policy has killed, since
-# the policy chooses how long its answers take. Most clients ask again, and are not scored for that.
+# the policy chooses how long its answers take. Such episodes are counted by a notice, so that a slow engine is seen.
+# Most clients ask again, and are not scored for that.
 #
 # Law 3 rests on this: a turn that nobody read is masked, and a program that ends because we were slow is not scored.
 # `tests/env/programs/test_open_requests.py` has each order of events, `test_lost_answers.py` beside it has real
@@ -198,10 +200,10 @@ class OpenRequests:
                 pending.answer(None)
 
     def lost(self, *, failed: bool) -> LostAnswer | None:
-        """The answer that came too late by our fault, and may have ended the program: the last one that nothing was
-        read after, or any if the program `failed`."""
+        """The answer that may have come too late and have ended the program: the last one that nothing was read after,
+        or any if the program `failed`."""
         for lost in reversed(self._lost):
-            if lost.is_ours and (failed or lost.answers_before == self._answers):
+            if lost.looks_slow and (failed or lost.answers_before == self._answers):
                 return lost
         return None
 
@@ -215,9 +217,10 @@ class OpenRequests:
         waited_s = now - pending.asked_s
         waits_for_us_alone = pending.answers_before == self._answers
         is_patient, reacts = waited_s >= self._longest_s, now - self._read_s < _LEAST_S
-        drove_it_away = waits_for_us_alone or (is_patient and not reacts)
-        is_ours = self._answers == 0 or (drove_it_away and not self._shares_box)
-        return LostAnswer(pending.conversation, waited_s, pending.answers_before, is_ours)
+        is_first = self._answers == 0
+        looks_slow = is_first or waits_for_us_alone or (is_patient and not reacts)
+        is_ours = looks_slow and (is_first or not self._shares_box)
+        return LostAnswer(pending.conversation, waited_s, pending.answers_before, looks_slow, is_ours)
 
     def _pass_on(self, pending: Pending) -> None:
         """Let a queued request for the same conversation take the place of one that was left: its client sent it again

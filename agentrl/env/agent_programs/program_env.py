@@ -39,6 +39,11 @@ from agentrl.sandbox.shared_backend import SharedBackend, shared
 _SILENCE_S: Final = 300.0
 _LIMITS: Final = Limits(cpu_s=600.0, cpus=2.0, memory_bytes=2 << 30, pids=256, open_files=1024, disk_bytes=1 << 30)
 
+_SCORED = (
+    "a client in a box left before a slow answer, and its program ended: it is scored, as the policy may have ended "
+    "the client; give the client a longer deadline, or let it ask again"
+)
+
 
 class ProgramEnv(Env):
     """`agentrl/Program-v0`. An agent program that speaks to a model over HTTP. `program` is a function of a
@@ -211,7 +216,9 @@ class ProgramEnv(Env):
             if isinstance(event, Ended) and (failure := _infrastructure(event.error)) is not None:
                 raise failure
             lost = requests.lost(failed=_failed(event))
-            if lost is not None:
+            if lost is not None and not lost.is_ours:
+                notices.note("answers to agent programs", _SCORED, by_policy=True)
+            elif lost is not None:
                 waited = f"a client of the program left after {lost.waited_s:.3g} s, before its answer"
                 raise EnvError(f"{waited}, and did not ask again: {_why(event)}")
             return await self._ending(event)

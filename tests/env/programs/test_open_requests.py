@@ -112,8 +112,8 @@ def test_law_3_a_client_that_left_was_driven_away_by_us_or_not(
     assert requests.is_unread
     for failed in (True, False):
         lost = requests.lost(failed=failed)
-        assert (lost is not None) == ours
-        assert lost is None or lost.waited_s == pytest.approx(waited_s)
+        assert lost is not None and lost.waited_s == pytest.approx(waited_s), "it is at least counted"
+        assert lost.is_ours == ours
 
 
 @each_case(
