@@ -297,11 +297,6 @@ def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, f
     ]
 
 
-def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
-    """The turns of an episode's last trial, inside a transaction."""
-    return turns_of(db, [episode_id])[episode_id]
-
-
 def turns_of(db: Database, episodes: Sequence[int], shown: Shown | None = None) -> dict[int, tuple[Turn, ...]]:
     """The turns of each episode's last trial, inside a transaction; `shown` has images that were read before."""
     shown = shown or Shown(db)

@@ -109,12 +109,6 @@ class Deaths(StorePart):
         return cursor.rowcount
 
     @retried
-    def clear_suspects(self, but: int = 0) -> None:
-        """Clear the suspicion of all episodes but those of group `but`: the guilty one is known."""
-        with self._db.write():
-            self._clear(but)
-
-    @retried
     def shift_deadlines(self, by_s: float) -> None:
         """Move the starts of open groups, and of waits for reward sources, by `by_s` seconds: the wall clock jumped by
         so much, or nobody could work for so long."""
