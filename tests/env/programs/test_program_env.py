@@ -387,7 +387,7 @@ async def test_law_3_a_program_that_exits_ends_its_episode_and_not_the_worker(le
         assert terminated and info.get("program_error") == why
 
     async with ProgramEnv(leaves) as env:
-        with pytest.raises(EnvError, match="ended before it asked anything"):
+        with pytest.raises(EnvError, match="ended before its first request"):
             await env.areset(seed=0)
 
 
