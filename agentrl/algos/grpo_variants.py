@@ -30,14 +30,7 @@ class DrGRPO(GRPO):
     kind: Literal["dr_grpo"] = "dr_grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
-    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
-    episode that it judges."""
-
     normalise: Literal["token", "sequence", "constant"] = "constant"
-    """Weight of tokens in the mean of the loss: equal for every token of a step ("token"), equal for every episode and
-    divided among its tokens ("sequence"), or equal for every token of any step ("constant", see `algo.divisor`). Where
-    lengths differ, only "constant" keeps the direction of the gradient of the expected return."""
 
 
 class DAPO(GRPO):
@@ -47,14 +40,7 @@ class DAPO(GRPO):
     kind: Literal["dapo"] = "dapo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
-    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
-    episode that it judges."""
-
     scale: Literal["none", "std", "mean"] = "std"
-    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
-    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
-    towards easy and hard tasks, "mean" towards tasks with few successes."""
 
 
 class MaxRL(GRPO):
@@ -73,14 +59,7 @@ class MaxRL(GRPO):
     kind: Literal["maxrl"] = "maxrl"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
-    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
-    episode that it judges."""
-
     scale: Literal["none", "std", "mean"] = "mean"
-    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
-    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
-    towards easy and hard tasks, "mean" towards tasks with few successes."""
 
 
 class Distil(GRPO):
@@ -93,14 +72,5 @@ class Distil(GRPO):
     kind: Literal["distil"] = "distil"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "none"
-    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
-    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
-    episode that it judges."""
-
     reward_weight: Weight = 0.0
-    """Weight of the advantage from rewards. 0 leaves rewards out, for distillation alone (`algo.distil_weight`)."""
-
     distil_weight: Weight = 1.0
-    """Weight of a penalty on leaving the teacher: the advantage of a token is lowered by this weight times log policy -
-    log teacher. The teacher is `algo.teacher`, the policy's past (`algo.teacher_every`) or a reward source of kind
-    "teacher". 0 switches distillation off."""

@@ -37,16 +37,11 @@ class PPO(Clipped):
     kind: Literal["ppo"] = "ppo"
 
     clip_high: Positive = 0.2
-    """Distance above 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
-    a token with a positive advantage adds no policy gradient once its ratio is above 1 plus this value. A larger value
-    than `algo.clip_low` leaves unlikely tokens more room to become likely (clip-higher, Yu et al. 2025)."""
 
     importance: Literal["token", "prefix", "sequence", "geometric", "none"] = "token"
-    """Importance weight for stale tokens, from their ratios of the policy at the start of the step to the policy that
-    sampled: the ratio of the token ("token"), the product over the episode up to this action ("prefix"), the product
-    over the tokens of its role in the episode ("sequence"), their geometric mean ("geometric"), or 1 ("none", plain
-    GAE). "prefix" has no bias with `algo.gae_lambda = 1` and a cap that cuts nothing, and a variance that grows with
-    the length."""
+    """Importance weight for stale tokens, as in other algorithms, or the product of the ratios over the episode up to
+    this action ("prefix"), which has no bias with `algo.gae_lambda = 1` and a cap that cuts nothing, and a variance
+    that grows with the length. "none" is plain GAE."""
 
     level: Literal["token", "turn"] = "token"
     """Unit of an action: a token, or a whole turn. The critic's values are those before each token, or before each

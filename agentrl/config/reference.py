@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -103,8 +103,9 @@ def page() -> str:
         "# Run file",
         "",
         "For those who write a run file: every key, its default and what it means. Made by `agentrl keys --page`:",
-        "the meanings are the docstrings of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`;",
-        "some begin with the algorithms that have the key.",
+        "the meanings are the docstrings of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`.",
+        "A key of `algo` that not every algorithm has begins with those that do; where some differ in default or",
+        "meaning, their names stand before their own: `0.2; cispo 1.0`.",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
         "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
         "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",
@@ -163,25 +164,61 @@ def _docstring(statement: ast.stmt | None) -> str:
 
 
 def _algorithms(prefix: str) -> Iterator[Key]:
-    """The keys of all algorithms, then the others, whose meaning begins with the kinds that have them."""
+    """The keys of all algorithms, each once: the default and meaning of most kinds, and where others differ."""
     kinds = {kind: run_config.algorithm(kind) for kind in registry.ids("algorithms")}
     names = ", ".join(f"`{json.dumps(kind)}`" for kind in kinds)
-    for key in _of(Algorithm, prefix):
-        yield replace(key, kind=names, default='"grpo"') if key.name == f"{prefix}kind" else key
-    kinds_of: dict[Key, list[str]] = {}
-    for kind, algorithm in kinds.items():
-        bases = [base for base in reversed(algorithm.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
-        apart = {f"{prefix}{name}" for name in {"kind", *algorithm.unused}}
-        keys = {key.name: key for base in bases for key in _of(base, prefix) if key.name not in apart}
-        for key in keys.values():
-            default = _default(algorithm.model_fields[key.name.removeprefix(prefix)])
-            kinds_of.setdefault(replace(key, default=default), []).append(kind)
-    for key, having in kinds_of.items():
-        others = [f"`{kind}`" for kind in kinds if kind not in having]
-        kinds_text = ", ".join(f"`{kind}`" for kind in having)
-        if len(others) < len(having):
-            kinds_text = f"all but {', '.join(others)}" if others else ""
-        yield replace(key, meaning=f"{kinds_text}: {key.meaning}" if kinds_text else key.meaning)
+    kind_key = next(key for key in _of(Algorithm, prefix) if key.name == f"{prefix}kind")
+    yield replace(kind_key, kind=names, default='"grpo"')
+    of_kind: dict[str, dict[str, Key]] = {}
+    for kind in sorted(kinds, key=lambda kind: len(kinds[kind].unused)):  # so a key stays beside its neighbours
+        for key in _of_algorithm(kinds[kind], prefix):
+            of_kind.setdefault(key.name, {})[kind] = key
+    for name, keys in of_kind.items():
+        default, *other_defaults = _by_commonness({kind: key.default for kind, key in keys.items()})
+        value, *other_values = _by_commonness({kind: key.kind for kind, key in keys.items()})
+        meaning, *other_meanings = _by_commonness({kind: key.meaning for kind, key in keys.items()})
+        values = [value[0], *(f"{_ticked(having)}: {text}" for text, having in other_values)]
+        defaults = [default[0], *(f"{', '.join(having)} {text}" for text, having in other_defaults)]
+        meanings = [meaning[0], *(f"{_ticked(having)}: {text}" for text, having in other_meanings)]
+        having_it = _having([kind for kind in kinds if kind in keys], list(kinds))
+        yield Key(name, "; ".join(values), "; ".join(defaults), having_it + " ".join(meanings))
+
+
+def _of_algorithm(algorithm: type[Algorithm], prefix: str) -> list[Key]:
+    """The keys of an algorithm without its kind. A class that only gives a setting another default inherits the
+    meaning, which stands in one place then."""
+    keys: dict[str, Key] = {}
+    for base in reversed(algorithm.__mro__):
+        if issubclass(base, Algorithm):
+            for key in _of(base, prefix):
+                keys[key.name] = key if key.meaning else replace(key, meaning=keys[key.name].meaning)
+    apart = {f"{prefix}{name}" for name in {"kind", *algorithm.unused}}
+    fields = algorithm.model_fields
+    return [
+        replace(key, default=_default(fields[key.name.removeprefix(prefix)]))
+        for key in keys.values()
+        if key.name not in apart
+    ]
+
+
+def _by_commonness(texts: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Different texts with the kinds that have them, the commonest text first, then by the kinds."""
+    kinds_of: dict[str, list[str]] = {}
+    for kind, text in texts.items():
+        kinds_of.setdefault(text, []).append(kind)
+    return sorted(kinds_of.items(), key=lambda entry: (-len(entry[1]), entry[1]))
+
+
+def _having(having: Sequence[str], kinds: Sequence[str]) -> str:
+    """The beginning of a meaning: the kinds that have the key, or those that lack it if they are fewer."""
+    lacking = [kind for kind in kinds if kind not in having]
+    if not lacking:
+        return ""
+    return f"all but {_ticked(lacking)}: " if len(lacking) < len(having) else f"{_ticked(having)}: "
+
+
+def _ticked(kinds: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
