@@ -70,22 +70,9 @@ class ControllerSettings(Section):
     ranks: list[Count]
     """Numbers of ranks that the learner may have, such as `[1, 2, 4]`. `train.parallel.ranks` must be one of them."""
 
-    every_s: Positive = 60.0
-    """Seconds between two looks of the controller at the run."""
-
-    window_steps: Annotated[int, Field(ge=4)] = 16
-    """Number of optimizer steps that the controller judges by in one look. No step counts in two looks."""
-
-    agree: Count = 3
-    """Number of consecutive looks that must promise `cluster.controller.gain` for the same move before it happens."""
-
     gain: Positive = 0.1
     """Smallest increase in trained tokens per second that a move must promise, as a share (0.1 is 10%). A move that
     lowers the rate by this share is undone at the next look, if that is worth its cost."""
-
-    horizon_s: Positive = 3600.0
-    """Seconds within which a move must earn twice its measured cost. For at least this time after a move, no other move
-    happens between the same two splits, unless the first one did harm."""
 
 
 class Cluster(Section):

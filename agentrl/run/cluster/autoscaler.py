@@ -10,9 +10,9 @@ When a run moves a place between its engines and its learner: a pure rule, which
 
 A look is made at a window of steps that no other look has seen. A place moves if
 
-- the same move promises at least `gain` in `agree` looks in a row,
-- within `horizon_s`, or what is left of the run, it earns twice what a move was measured to cost, and
-- nothing moved between the same two splits lately: for `horizon_s` after the first time, for twice as long after each
+- the same move promises at least `gain` in `AGREE` looks in a row,
+- within `HORIZON_S`, or what is left of the run, it earns twice what a move was measured to cost, and
+- nothing moved between the same two splits lately: for `HORIZON_S` after the first time, for twice as long after each
   further one. So the moves of a run are few, whatever its load and its predictions do: between two neighbours their
   number grows with the logarithm of its length.
 
@@ -34,7 +34,6 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.config.cluster import ControllerSettings, Split, splits
-from agentrl.config.cluster import ControllerSettings as Settings
 from agentrl.errors import StoreError, UsageError
 from agentrl.planning.simulate.measured import measure, start_up_steps
 from agentrl.records import Json
@@ -48,6 +47,13 @@ from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.metrics import Metric
 from agentrl.store.run_values import LEARNER_STARTED
+
+# The rule was tuned on simulated runs (`tests/run/test_judge.py`), not for one of them: how much a window of 16 steps
+# scatters depends on the steps in it, and what a move costs is measured. So only `gain`, the user's wish, is a setting.
+EVERY_S = 20.0  # between two looks, for which a window of new steps has to be there as well
+WINDOW_STEPS = 16
+AGREE = 3
+HORIZON_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +117,10 @@ class AutoscaleRule:
         self._seen = self._seen + 1 if best == self._toward else 1
         self._toward = best
         promise = f"{best} promises {gain:+.0%} tokens a second"
-        if self._seen < settings.agree:
-            return Decision(None, f"{promise}, in {self._seen} of {settings.agree} looks")
+        if self._seen < AGREE:
+            return Decision(None, f"{promise}, in {self._seen} of {AGREE} looks")
         times = self._moves.get(frozenset((sight.present, best)), [])
-        if times and now_s < (until := times[-1] + settings.horizon_s * 2.0 ** (len(times) - 1)):
+        if times and now_s < (until := times[-1] + HORIZON_S * 2.0 ** (len(times) - 1)):
             return Decision(None, f"{promise}; a place moved between the two lately, {until - now_s:.0f} s to wait")
         if not self._pays(gain, sight):
             return Decision(None, f"{promise}, which does not earn what a move costs, {sight.cost_s:.0f} s")
@@ -122,7 +128,7 @@ class AutoscaleRule:
         return Decision(best, promise)
 
     def _pays(self, gain: float, sight: WindowFigures) -> bool:
-        return gain * min(self.settings.horizon_s, sight.left_s) > _MARGIN * sight.cost_s
+        return gain * min(HORIZON_S, sight.left_s) > _MARGIN * sight.cost_s
 
 
 _MARGIN = 2.0  # times the measured cost of a move that it has to earn
@@ -135,7 +141,7 @@ class Controller:
 
     run: RunDir
     config: RunConfig
-    settings: Settings
+    settings: ControllerSettings
     looks: Looks[RunStore]
     writes: Aside[RunStore]
     telemetry: Telemetry
@@ -161,7 +167,7 @@ class Controller:
                 else:
                     await self.looks(self._remember)
                     remembers = True
-            await trio.sleep(self.settings.every_s)
+            await trio.sleep(EVERY_S)
 
     def _remember(self, store: RunStore) -> None:
         self._judged = max((row.step for row in store.metrics.values("step")), default=0)  # none of an earlier life
@@ -182,12 +188,11 @@ class Controller:
             return  # a place is on its way
         if not rows or not await self._arrived(rows[0]):
             return
-        window = self.settings.window_steps
         since = max(rows[0].step + start_up_steps(self.config.buffer), self._judged)
-        if rows[-1].step - since < window:
+        if rows[-1].step - since < WINDOW_STEPS:
             return
         self._judged = rows[-1].step
-        if (sight := await self._see(present, rows[-window:], learner)) is None:
+        if (sight := await self._see(present, rows[-WINDOW_STEPS:], learner)) is None:
             return
         decision = self._judge.look(sight, self.clock())
         await self._record(rows[-1].step, sight, decision)
