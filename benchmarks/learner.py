@@ -10,11 +10,10 @@ Ways to get the same gradient (norms are compared first), taking turns so that a
 The last two do forward and backward only. Shapes: `prompt`, 8 members with one turn, 60% of the tokens a shared prompt;
 `forks`, 8 members of 20 turns, each turn forking off from the history without its thoughts; `divided`, 8 members of
 1,024 tokens after a prompt of as many, for which `--tokens-per-batch 2048` is one row. There the way `prompt again` is
-our step with `train.prompt_once = false`. With `--experts` the model is a mixture of so many, of which a token uses
-four. A figure is the median of
-the rounds, in CPU seconds: they count only what a process was given, which matters on a busy machine. FLOPs are those
-of the model, by one formula for all ways, padding included. Memory is the most that was resident in a step, over what
-was before the model was loaded.
+our step without stems. With `--experts` the model is a mixture of so many, of which a token uses four. A figure is the
+median of the rounds, in CPU seconds: they count only what a process was given, which matters on a busy machine. FLOPs
+are those of the model, by one formula for all ways, padding included. Memory is the most that was resident in a step,
+over what was before the model was loaded.
 
     make peers
     agentrl bench learner [--shape prompt] [--groups 2] [--rounds 3] [--vocab 512] [--ways trees TRL]
@@ -36,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -50,6 +50,7 @@ from agentrl.learner.data.prefix_trees import Pack, packs
 from agentrl.learner.data.shares import weigh
 from agentrl.learner.flops import operations
 from agentrl.learner.learner import Learner
+from agentrl.learner.model.models import Models
 from agentrl.records import Group
 
 HERE = Path(__file__).resolve().parent
@@ -191,8 +192,8 @@ def ways_of(
     """The module that counts operations, and the steps by their way."""
     before, found = resident_mb(), dict[str, Any]()
 
-    def learner(*, prompt_once: bool) -> Learner:
-        sizes = {"tokens_per_batch": chosen.tokens_per_batch, "logits_mb": chosen.logits_mb, "prompt_once": prompt_once}
+    def learner() -> Learner:
+        sizes = {"tokens_per_batch": chosen.tokens_per_batch, "logits_mb": chosen.logits_mb}
         sizes |= {"gradient_checkpointing": chosen.checkpointing}
         config = RunConfig(
             model=str(folder),
@@ -207,11 +208,16 @@ def ways_of(
         now = of.step_index
         return of.step(groups, step_of=lambda _: now).grad_norm or 0.0
 
-    once = learner(prompt_once=True)
+    once = learner()
     found["trees"] = lambda: measured(lambda: trees(once), before)
     if AGAIN in chosen.ways:
-        again = learner(prompt_once=False)
-        found[AGAIN] = lambda: measured(lambda: trees(again), before)
+        again = learner()
+
+        def prompt_again() -> float:
+            with patch.object(Models, "prompt_once", False):
+                return trees(again)
+
+        found[AGAIN] = lambda: measured(prompt_again, before)
     if {"sorted", "row by row"} & {*chosen.ways}:
         module: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
         by_length = sorted(rows, key=lambda row: len(row.ids))

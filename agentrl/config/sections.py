@@ -69,7 +69,7 @@ class Section(BaseModel):
 
 
 class EnvSource(Section):
-    """Environment of the training tasks: its id, its arguments, and its stream of seeds."""
+    """Environment of the training tasks: its id, its arguments and its reward."""
 
     id: str
     """Environment to train in: a registered id, `module:Class` or `file.py:Class`. Without it, the environment of the
@@ -83,10 +83,6 @@ class EnvSource(Section):
     """Reset options of every episode. A `[[tasks]]` or `[[eval.sets]]` table of the same environment may override
     single entries."""
 
-    first_seed: Annotated[int, Field(ge=0)] = 0
-    """First seed of the endless stream of tasks, which the run's `seed` shifts. It applies only to a run without
-    `[[tasks]]` tables."""
-
     reward: str | None = None
     """Rewarder that replaces the environment's outcome, as `module:name` or `file.py:name`: a function of a trajectory
     that returns a float, or a judge. Without it, the environment's outcome counts."""
@@ -97,9 +93,6 @@ class CurriculumSettings(Section):
 
     pool: Count = 10_000
     """Maximum number of tasks that the curriculum chooses from: the first ones of the run's task sources."""
-
-    solved: Annotated[float, Field(gt=0.02, le=1)] = 0.95
-    """Smoothed success rate from which a task counts as solved and pauses."""
 
 
 class BufferSettings(Section):
@@ -141,11 +134,7 @@ class BufferSettings(Section):
 
     keep_steps: Annotated[int, Field(ge=0)] = 50
     """Number of optimizer steps up to the oldest checkpoint whose trained groups keep their token arrays in the store,
-    as all later groups do. Older groups lose them, except for the share `buffer.keep_sample`. Lower it to save disk
-    space."""
-
-    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Share of the groups older than `buffer.keep_steps` steps that keep their token arrays too."""
+    as all later groups do. Of older groups one in fifty keeps them. Lower it to save disk space."""
 
     @field_validator("close")
     @classmethod

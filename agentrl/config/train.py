@@ -107,7 +107,7 @@ class Train(Section):
     optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     """Optimizer of the trained weights. "muon" updates matrices by Muon, and by AdamW the embedding, the output layer,
     vectors and the fused experts of a mixture. Where memory is short, "adamw8bit" stores the moments of AdamW in 8
-    bits, and "sgd" without `train.momentum` has none."""
+    bits, and "sgd" has none."""
 
     offload_optimizer: bool = False
     """Keeps the moments of the optimizer, and the float32 masters of bfloat16 weights, in host memory to save memory of
@@ -134,9 +134,6 @@ class Train(Section):
     """Decay rates of the first and the second moment in AdamW, also in its 8-bit form and in the part of "muon" that is
     AdamW. They have no effect with "sgd"."""
 
-    momentum: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """Momentum of "muon" and "sgd"; other optimizers refuse it. Without it, 0.95 for "muon" and 0 for "sgd"."""
-
     grad_clip: Positive | None = 1.0
     """Largest norm of a model's gradient in an update; a larger gradient is scaled down to it. Without it, gradients
     are not clipped."""
@@ -148,10 +145,6 @@ class Train(Section):
     tokens_per_batch: Count = 4096
     """Largest number of tokens that are packed into one forward pass; gradients accumulate over the passes of an
     update. It must be at least `rollout.max_context`. Lower it if the learner runs out of memory."""
-
-    prompt_once: bool = True
-    """Computes the prompt of a group that is larger than one pass once, and not again in each of its passes. With
-    `train.compile`, and for models that cannot compute it apart, each pass computes it."""
 
     logits_mb: Count = 1024
     """Memory for the logits of a pass, in MiB. A pass whose logits do not fit computes them in parts, and a second time
@@ -285,8 +278,6 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _of_an_optimizer(self) -> Self:
-        if self.momentum is not None and self.optimizer not in ("muon", "sgd"):
-            raise ConfigError("train.momentum", self.momentum, f"{self.optimizer} has none: leave it out")
         if self.optimizer == "adamw8bit" and self.offload_optimizer:
             hint = "its moments of 8 bits stay beside the weights: give false, or train.optimizer = 'adamw'"
             raise ConfigError("train.offload_optimizer", True, hint)

@@ -111,7 +111,6 @@ _OTHERWISE = (
         "weight_decay",
         "grad_clip",
         "tokens_per_batch",
-        "prompt_once",
         "minibatches",
         "epochs",
         "dtype",

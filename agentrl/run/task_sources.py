@@ -141,7 +141,7 @@ def changed_rows(now: Mapping[str, str], store: RunStore) -> list[str]:
 
 
 def _tables(config: RunConfig) -> list[TaskTable]:
-    return config.tasks or [TaskTable(first_seed=config.env.first_seed)]
+    return config.tasks or [TaskTable()]
 
 
 def _source(config: RunConfig, table: TaskTable) -> TaskSource:

@@ -38,10 +38,8 @@ def trained(learner: Learner, steps: int, first: int = 0) -> Learner:
 
 
 def sgd(weight: Tensor, grads: list[Tensor], matrix: bool) -> Tensor:
-    velocity = torch.zeros_like(weight)
     for grad in grads:
-        velocity = 0.9 * velocity + (grad + DECAY * (weight.dim() > 1) * weight)
-        weight = weight - LR * velocity
+        weight = weight - LR * (grad + DECAY * (weight.dim() > 1) * weight)
     return weight
 
 
@@ -60,8 +58,8 @@ def muon(weight: Tensor, grads: list[Tensor], matrix: bool) -> Tensor:
         return adamw(weight, grads, matrix)
     mean = torch.zeros_like(weight)
     for grad in grads:
-        mean = 0.9 * mean + 0.1 * grad
-        u, s, vt = torch.linalg.svd(0.1 * grad + 0.9 * mean, full_matrices=False)
+        mean = 0.95 * mean + 0.05 * grad
+        u, s, vt = torch.linalg.svd(0.05 * grad + 0.95 * mean, full_matrices=False)
         s = s / s.norm()
         for _ in range(5):
             s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
@@ -78,12 +76,10 @@ def test_an_optimizer_is_that_of_its_paper(kind: str, oracle: Any, apart: float,
     start = [torch.randn(12, 8), torch.randn(8), torch.randn(10, 8)]  # a matrix, a vector, an embedding
     grads = [[torch.randn_like(one) for one in start] for _ in range(4)]
     own = [nn.Parameter(one.clone()) for one in start]
-    momentum = None if kind == "adamw" else 0.9
     train = Train(
         optimizer=kind,  # type: ignore[arg-type]
         weight_decay=DECAY,
         betas=(0.9, 0.95),
-        momentum=momentum,
         offload_optimizer=offload,
     )
     optimizer = make(train, own, LR, outer={id(own[2])})
@@ -123,7 +119,7 @@ def test_an_optimizer_that_is_not_installed_names_the_command(monkeypatch: pytes
 
 WAYS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
-    "sgd": {"optimizer": "sgd", "momentum": 0.9},
+    "sgd": {"optimizer": "sgd"},
     "adamw, away": {"offload_optimizer": True},
     "muon, away": {"optimizer": "muon", "offload_optimizer": True},
     "masters": {"dtype": "bfloat16", "weights": "bfloat16"},
@@ -224,7 +220,6 @@ NARROW = {"weights": "bfloat16", "dtype": "bfloat16"}
 @each_case(
     ("given", "says"),
     [
-        ({"momentum": 0.9}, r"train\.momentum.*adamw has none"),
         ({"weights": "bfloat16"}, r"train\.weights.*train\.dtype"),
         ({**NARROW, "lora_rank": 2}, r"train\.weights.*adapter"),
         ({"master_weights": False}, r"train\.master_weights.*train\.weights = 'bfloat16'"),
@@ -281,18 +276,17 @@ def test_a_state_from_when_decay_reached_vectors_is_gone_on_from(kind: str) -> N
     old: torch.optim.Optimizer = (
         torch.optim.AdamW(held, lr=LR, weight_decay=DECAY)
         if kind == "adamw"
-        else torch.optim.SGD(held, lr=LR, momentum=0.9, weight_decay=DECAY)
+        else torch.optim.SGD(held, lr=LR, weight_decay=DECAY)
     )
     for at, one in enumerate(held):
         one.grad = torch.full_like(one, at + 1.0)
     old.step()
-    given = {"optimizer": kind, "weight_decay": DECAY, **({"momentum": 0.9} if kind == "sgd" else {})}
-    new = make(Train.model_validate(given), held, LR)
+    new = make(Train.model_validate({"optimizer": kind, "weight_decay": DECAY}), held, LR)
     new.load_state_dict(optimizers.regrouped(old.state_dict(), new))
     for one in held:
         for name, value in old.state[one].items():
             assert torch.equal(torch.as_tensor(new.state[one][name]), torch.as_tensor(value))
     decays = {at: group["weight_decay"] for group in new.param_groups for at in map(id, group["params"])}
     assert [decays[id(one)] for one in held] == [0.0, DECAY, 0.0, DECAY]
-    again = torch.optim.AdamW(held, lr=LR) if kind == "adamw" else torch.optim.SGD(held, lr=LR, momentum=0.9)
+    again = torch.optim.AdamW(held, lr=LR) if kind == "adamw" else torch.optim.SGD(held, lr=LR)
     again.load_state_dict(optimizers.regrouped(new.state_dict(), again))

@@ -35,7 +35,7 @@ from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
 from .test_routing import all_groups, other_choice, told
-from .test_stems import long_prompt
+from .test_stems import long_prompt, prompt_in_every_pass
 from .updates import everywhere, updated
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
@@ -153,14 +153,15 @@ def test_ranks_compute_the_prompt_of_a_group_that_is_larger_than_a_pass_once_eac
 ) -> None:
     made = [long_prompt(1), long_prompt(2, members=7), long_prompt(3, members=3)]
 
-    def stepped(ranks: Ranks, **more: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        settings = Train.model_validate({**TRAIN, **STEEP, "tokens_per_batch": 40, **train, **more})
+    def stepped(ranks: Ranks) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        settings = Train.model_validate({**TRAIN, **STEEP, "tokens_per_batch": 40, **train})
         run = run_config(algo=algo, rollout=Rollout(max_context=40, max_tokens_per_turn=16), train=settings)
         learner = Learner(run.learner, qwen3_dir, ranks=ranks)
         reports = [learner.step(made, step_of=STEP_OF) for _ in range(2)]
         return reports, load_file(learner.export(qwen3_dir / "now.safetensors").path)
 
-    alone, weights = stepped(ALONE, prompt_once=False)
+    with prompt_in_every_pass():
+        alone, weights = stepped(ALONE)
     shared, others = stepped(two)
     assert_reports_alike(shared, alone)
     assert_gradients_alike(others, weights, norm=sum(one.grad_norm for one in alone), rel=1e-4)
@@ -286,7 +287,8 @@ def test_ranks_compute_the_prompt_of_a_mixture_once_each(
     made = [told(group, other_choice) for group in made] if replayed else made
     settings: dict[str, Any] = {"balance_weight": 0.5, "tokens_per_batch": 40, "steps": 2, "lr": 0.1, **train}
     settings |= {"routed": replayed}
-    one, weights = routed_step(mixture_dir, tmp_path, made, **settings, prompt_once=False)
+    with prompt_in_every_pass():
+        one, weights = routed_step(mixture_dir, tmp_path, made, **settings)
     other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
     assert other.loss == pytest.approx(one.loss, abs=1e-5)
     assert numbers_of(other.routing) == pytest.approx(numbers_of(one.routing), rel=1e-5)

@@ -14,7 +14,7 @@ from tests.closeness import assert_gradients_alike, numbers_of
 
 from .making import mixture
 from .test_routing import after, all_groups, of, other_choice, told
-from .test_stems import long_prompt
+from .test_stems import long_prompt, prompt_in_every_pass
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,8 @@ def test_two_teams_of_two_ranks_compute_the_prompt_of_a_group_once_each(four: Le
     folder = mixture(tmp_path / "model", layers=2, kv_heads=2)
     made = [told(long_prompt(1), other_choice), told(long_prompt(2, members=9), other_choice)]
     settings: dict[str, Any] = {"balance_weight": 0.5, "tokens_per_batch": 40, "gradient_checkpointing": True}
-    one, weights = after(folder, tmp_path, made, **settings, prompt_once=False)
+    with prompt_in_every_pass():
+        one, weights = after(folder, tmp_path, made, **settings)
     plan = {"ranks": 4, "context": 2, "expert": 4}
     other, others = after(folder, tmp_path, made, four, **settings, parallel=plan)
     assert other.loss == pytest.approx(one.loss, abs=1e-5)

@@ -19,7 +19,7 @@ from tests.closeness import assert_gradients_alike, numbers_of
 
 from .making import mixture
 from .test_routing import EXPERTS, STEP_OF, Choice, config, of, other_choice, told
-from .test_stems import long_prompt
+from .test_stems import long_prompt, prompt_in_every_pass
 
 PASS = 40
 PROMPT = 23  # tokens that are computed once: the last one predicts
@@ -57,7 +57,9 @@ class Stepped:
 
 def both(folder: Path, groups: Sequence[Group], *given: Any, **train: Any) -> tuple[Stepped, Stepped]:
     """With the prompt computed once, and in every pass; they do the same."""
-    once, again = (Stepped(folder, groups, *given, **train, prompt_once=how) for how in (True, False))
+    once = Stepped(folder, groups, *given, **train)
+    with prompt_in_every_pass():
+        again = Stepped(folder, groups, *given, **train)
     assert once.report.loss == pytest.approx(again.report.loss, abs=1e-4)
     assert once.report.algorithm == pytest.approx(again.report.algorithm, rel=1e-3, abs=1e-4)
     assert numbers_of(once.routing) == pytest.approx(numbers_of(again.routing), rel=1e-4)

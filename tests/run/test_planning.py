@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from agentrl.config import load as load_config
 from agentrl.errors import ConfigError, UsageError
 from agentrl.learner.data.batch import Row
 from agentrl.learner.memory_budget import MemoryBudget
+from agentrl.learner.model.models import Models
 from agentrl.planning import plan
 from agentrl.planning.plan import Gpu, Work
 from agentrl.run import trainer
@@ -69,7 +71,7 @@ def traced_once() -> Iterator[None]:
 
     def held(settings: object, folder: Path, rows: Sequence[Row], **named: Any) -> MemoryBudget:
         lengths = tuple((row.group_id, len(row.token_ids), len(row.place_S)) for row in rows)
-        key = (repr(settings), (folder / "config.json").read_text(), lengths, *sorted(named.items()))
+        key = (Models.prompt_once, repr(settings), (folder / "config.json").read_text(), lengths, *sorted(named.items()))
         if key not in known:
             known[key] = trace(settings, folder, rows, **named)
         return known[key]
@@ -122,9 +124,9 @@ def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(
     """Each member of eight has a pass of 100 + 100 tokens; the last token of the prompt predicts and is in all."""
     gpu, work = Gpu(memory_gb=1, tflops=1, gb_per_s=1, bus_gb_per_s=1), replace(WORK, sampled=0.5)
     tight = setting(mixture_of(config, tmp_path) if mixed else config, "train.tokens_per_batch=256")
-    once, again = (
-        plan.plan(setting(tight, f"train.prompt_once={said}"), gpu, 10, work).splits for said in ("true", "false")
-    )
+    once = plan.plan(tight, gpu, 10, work).splits
+    with patch.object(Models, "prompt_once", False):
+        again = plan.plan(tight, gpu, 10, work).splits
     groups, body = config.buffer.groups_per_step, PARAMETERS - 1024 * 64
     if mixed:  # a token uses two of eight experts
         body += 2 * (2 * 3 * 64 * 32 + 64 * 8 - 3 * 64 * 128)

@@ -39,13 +39,13 @@ def run_file(folder: Path, text: str) -> Path:
 
 def test_without_tables_the_tasks_are_the_seeds_of_the_environment() -> None:
     def source(seed: int) -> Any:
-        document = {"model": "m", "seed": seed, "env": {"id": "a/E", "kwargs": {"n": 1}, "first_seed": 7}}
+        document = {"model": "m", "seed": seed, "env": {"id": "a/E", "kwargs": {"n": 1}}}
         return task_source(parse(document))
 
     first, again, other = ([source(seed).task(i) for i in range(50)] for seed in (1, 1, 2))
     assert first == again
     assert not {task.seed for task in first} & {task.seed for task in other}
-    assert (first[3].seed, first[3].env, first[3].kwargs) == (7 + 1_000_003 + 3, "a/E", {"n": 1})
+    assert (first[3].seed, first[3].env, first[3].kwargs) == (1_000_003 + 3, "a/E", {"n": 1})
     assert source(1).size is None
 
 
@@ -107,7 +107,7 @@ def test_a_curriculum_goes_over_the_tables(tmp_path: Path) -> None:
         ('[[tasks]]\nid = "a/E"\nrows = "r.jsonl"\nseeds = 3\n', "tasks.seeds = 3: rows bring their own seeds"),
         ('[[tasks]]\nid = "a/E"\nepochs = 3\n', "tasks.epochs = 3: an endless stream of seeds has none"),
         ('[[tasks]]\nid = "a/E"\nsedes = 3\n', r"tasks\.0\.sedes = 3: no such key; did you mean 'seeds'"),
-        ('[env]\nid = "a/E"\n[curriculum]\nsolvd = 0.1\n', "did you mean 'solved'"),
+        ('[env]\nid = "a/E"\n[curriculum]\npoll = 5\n', "did you mean 'pool'"),
         ('[[tasks]]\nid = "a/E"\nseeds = 3\nepochs = 1\n[curriculum]\n', "a curriculum decides how often"),
     ],
 )

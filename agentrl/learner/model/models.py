@@ -332,7 +332,7 @@ class Models:
     @property
     def prompt_once(self) -> bool:
         """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
-        return self.settings.train.prompt_once and all(model.has_stems for model in self.language_models())
+        return all(model.has_stems for model in self.language_models())
 
     # --- updates --------------------------------------------------------------------------------------------------
 

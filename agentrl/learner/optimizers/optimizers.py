@@ -8,7 +8,7 @@ checkpoint keeps it as such.
     adamw8bit   the same with moments of 8 bits, blockwise (Dettmers et al. 2022), through torchao: 2 bytes
     muon        Jordan et al. 2024: orthogonal updates of matrices, 4 bytes, scaled to the size of AdamW's (Liu et al.
                 2025) so that one learning rate suits both; embeddings, output layer, vectors and fused experts by AdamW
-    sgd         nothing to remember, or with momentum 4 bytes
+    sgd         nothing to remember: who has memory for a moment takes muon or adamw
 
 Over ranks Muon updates as many matrices together as there are ranks: every rank sends its shard of each to the rank
 that has it whole then, all to all, and gets its shard of each update back, all to all again. Largest matrices come
@@ -43,6 +43,9 @@ from agentrl.learner.parallel.layers import sent_to
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch leaves parts of its signatures untyped)
+
+_MUON_MOMENTUM = 0.95
+"""Momentum of Jordan et al., which nobody has found a reason to change: its updates are made orthogonal anyway."""
 
 
 def make(
@@ -107,7 +110,7 @@ def _of(
     Muon."""
     decay = train.weight_decay
     if train.optimizer == "sgd":
-        return torch.optim.SGD(_decayed(parameters, decay, matrices), lr=lr, momentum=train.momentum or 0.0)
+        return torch.optim.SGD(_decayed(parameters, decay, matrices), lr=lr)
     if train.optimizer == "adamw8bit":
         return _eight_bit()(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
     if train.optimizer == "muon":
@@ -119,8 +122,7 @@ def _of(
         others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in inner)]
         parts: list[Optimizer] = []
         if inner:
-            momentum = 0.95 if train.momentum is None else train.momentum
-            rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+            rule = {"weight_decay": decay, "momentum": _MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
             parts.append(_muon(over=is_sharded(inner[0]))(inner, lr=lr, **rule))
         if others:
             parts.append(torch.optim.AdamW(_decayed(others, decay, matrices), lr=lr, betas=train.betas))

@@ -71,7 +71,7 @@ def tasks_solved(facts: RunFacts) -> Advice | None:
         name="tasks_solved",
         cause="every episode succeeds: these tasks have nothing left to teach",
         evidence=f"{_groups(facts)}; {len(played)} of {len(played)} episodes succeeded",
-        settings=("curriculum.solved=0.9",),
+        settings=("curriculum.pool=10000",),
         commands=(f"agentrl eval {facts.path}",),
     )
 

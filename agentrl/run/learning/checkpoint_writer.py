@@ -27,6 +27,10 @@ from agentrl.run.learning.background import Job, TorchThread
 from agentrl.run.learning.store_calls import StoreCalls
 from agentrl.run.learning.weight_push import WeightPush
 
+_KEEP_SAMPLE = 0.02
+"""Share of the groups older than `buffer.keep_steps` that keep their tokens: some episodes of a run's whole course can
+still be read then, for a fiftieth of the disk. Who wants more keeps more steps."""
+
 
 # Why a checkpoint is written beside the next steps, and what it has to wait for.
 #
@@ -135,14 +139,14 @@ class CheckpointWriter:
 
     async def _record(self, version: WeightVersion, folder: Path) -> None:
         """Folder first, then the store: `start_point` repairs a kill in between."""
-        keep_steps, keep_sample = self._buffer.keep_steps, self._buffer.keep_sample
+        keep_steps = self._buffer.keep_steps
         await self._calls(lambda store: store.lineage.checkpoint(version.step, version, folder))
         if self._league is not None and self._joins_league(version.step):
             await trio.to_thread.run_sync(self._league.join, version, folder)
         # A newest checkpoint that is damaged is set aside, and the run trains the steps since an older one again.
         folders = await trio.to_thread.run_sync(complete, self._root)
         oldest = min([version.step, *map(step_of, folders)])
-        await self._calls(lambda store: store.lineage.retain(oldest, keep_steps=keep_steps, keep_sample=keep_sample))
+        await self._calls(lambda store: store.lineage.retain(oldest, keep_steps=keep_steps, keep_sample=_KEEP_SAMPLE))
 
     def _joins_league(self, step: int) -> bool:
         return self._league is not None and self._league.is_due(step)
