@@ -152,8 +152,10 @@ def routed(groups: list[Group]) -> list[Group]:
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo, reference, entropy": {"algo": GRPO(kl_weight=0.1, entropy_weight=0.05)},
-    "grpo, moving reference": {"algo": GRPO(kl_weight=0.1, reference_every=1, reference_decay=0.5), "steps": 2},
-    "grpo, episode ratios, rejection": {"algo": GRPO(importance="sequence", reject="geometric", reject_above=9.0)},
+    "grpo, moving reference": {"algo": GRPO(kl_weight=0.1, reference=0.5), "steps": 2},
+    "grpo, episode ratios, rejection": {
+        "algo": GRPO(importance="sequence", reject="geometric", reject_bounds=(0.5, 9.0))
+    },
     "grpo, kept sets": {"cut": True},
     "grpo, observations": {"algo": GRPO(observation_weight=0.1)},
     "grpo, 2 minibatches, 2 epochs": {"train": {"minibatches": 2, "epochs": 2}},

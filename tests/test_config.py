@@ -259,16 +259,10 @@ def test_an_engine_is_not_taken_for_hung_while_it_may_take_weights() -> None:
     assert engine.mending_deadline_s == 90 + 90 + engine.start_deadline_s
 
 
-@pytest.mark.parametrize(
-    ("algo", "group_size", "said"),
-    [
-        ({"source_scale": "leave_one_out"}, 2, r"rollout\.group_size = 2: .*compares siblings: give at least 3"),
-        ({"source_scale": "std", "scale": "std"}, 8, r"scale = 'std' and source_scale = 'std': leave one of them out"),
-    ],
-)
-def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], group_size: int, said: str) -> None:
-    document = {"model": "agentrl/tiny-coder", "env": {"id": "x"}, "algo": algo, "rollout": {"group_size": group_size}}
-    with pytest.raises(ConfigError, match=said):
+def test_a_scale_by_siblings_alone_needs_two_of_them() -> None:
+    algo = {"scale": "leave_one_out_by_source"}
+    document = {"model": "agentrl/tiny-coder", "env": {"id": "x"}, "algo": algo, "rollout": {"group_size": 2}}
+    with pytest.raises(ConfigError, match=r"rollout\.group_size = 2: .*compares siblings: give at least 3"):
         config.parse(document)
 
 
@@ -323,15 +317,16 @@ def test_a_temperature_that_vllm_would_change_is_refused(section: str, value: fl
 
 OFF = [
     ("alarms.kl_above", "alarms.ess_below"),
-    ("algo.gae_length_alpha", "algo.critic_lr"),
+    ("eval.top_p", "algo.critic_lr"),
     ("train.grad_clip", "train.peak_tflops"),
     ("rollout.max_turns", "curriculum"),
 ]
 RUN_FILE = """
 model = "m"
 env.id = "e"
-algo = { kind = "ppo", gae_length_alpha = 0.1, critic_lr = 1e-3 }
+algo = { kind = "ppo", critic_lr = 1e-3 }
 curriculum = { pool = 10 }
+eval = { top_p = 0.9 }
 """
 
 

@@ -14,7 +14,7 @@ which imports the functions that it needs inside its methods.
 Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The learner's own:
 
     behaviour    log-prob in nats under the policy that sampled
-    weight       share of the loss; if no `normalise` is "constant" and no group has a weight of its own, those of a
+    weight       share of the loss; if no `normalise` is a number and no group has a weight of its own, those of a
                  step sum to its number of updates, over all algorithms of the run
     lag, origin  optimizer steps since the weights that sampled; a number of `importance.Origin`
     episode, role, turn   numbers that say where the token is; tokens of a turn are in order
@@ -141,14 +141,11 @@ class Algorithm(BaseModel):
     (proximal) to the policy that sampled (behaviour). Larger weights are cut off here, or masked
     (`algo.importance_mode`)."""
 
-    normalise: Literal["token", "sequence", "constant"] = "token"
+    normalise: Literal["token", "sequence"] | Count = "token"
     """Weight of tokens in the mean of the loss: equal for every token of a step ("token"), equal for every episode and
-    divided among its tokens ("sequence"), or equal for every token of any step ("constant", see `algo.divisor`). Where
-    lengths differ, only "constant" keeps the direction of the gradient of the expected return."""
-
-    divisor: Count = 256
-    """Number of tokens that divides the sum of an episode's loss, whatever its length, if `algo.normalise` is
-    "constant". Other values of `algo.normalise` ignore it."""
+    divided among its tokens ("sequence"), or equal for every token of any step (a number of tokens that divides the sum
+    of an episode's loss, whatever its length). Where lengths differ, only a number keeps the direction of the gradient
+    of the expected return."""
 
     # A class outside of the registry is named by its reference, which no subclass lists among its kinds.
     @field_serializer("kind")

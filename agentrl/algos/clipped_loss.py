@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.algos.algorithm import Algorithm, Follows, Loss, Outputs, Positive, Slots, Weight
+from agentrl.algos.algorithm import Algorithm, Count, Follows, Loss, Outputs, Positive, Slots, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 OLD = 2
 """Steps. Runs at lag 2 learn without a clip from the policy that sampled, and runs at lag 8 do not."""
+
+
+Past = Count | Annotated[float, Field(gt=0, lt=1)]
+"""A model that follows the policy: copied after so many steps, or below 1 averaged by this decay after each."""
+
+
+def _follows(past: float) -> Follows:
+    return Follows(every=past) if isinstance(past, int) else Follows(every=1, decay=past)
 
 
 class Clipped(Algorithm):
@@ -69,17 +77,13 @@ class Clipped(Algorithm):
 
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """Ratio of the policy at the start of the step to the policy that sampled, by which an episode is left out of the
-    loss if it is below `algo.reject_below` or above `algo.reject_above`: of any of its tokens ("token"), their product
+    loss if it is out of `algo.reject_bounds`: of any of its tokens ("token"), their product
     ("sequence") or their geometric mean ("geometric"). Each role of an episode is judged apart. "none" leaves no
     episode out."""
 
-    reject_below: Weight = 0.5
-    """Smallest ratio with which an episode stays in the loss, unless `algo.reject` is "none"; it must be below
-    `algo.reject_above`. With `algo.reject = "token"` the bound holds for every token of the episode."""
-
-    reject_above: Positive = 2.0
-    """Largest ratio with which an episode stays in the loss, unless `algo.reject` is "none". With `algo.reject =
-    "token"` the bound holds for every token of the episode."""
+    reject_bounds: Annotated[tuple[Weight, Weight], Field(strict=False)] = (0.5, 2.0)
+    """Smallest and largest ratio with which an episode stays in the loss, unless `algo.reject` is "none". With
+    `algo.reject = "token"` the bounds hold for every token of the episode."""
 
     kl_weight: Weight = 0.0
     """Weight of a penalty on leaving the reference, whose form is `algo.kl_form`. 0 leaves it out and needs no
@@ -90,13 +94,10 @@ class Clipped(Algorithm):
     as in GRPO, and "k2" and "k1" have that of KL(policy || reference); only "k1" stays exact if a step makes several
     updates. "reward" instead takes the divergence of a token and of all later ones off the episode's reward."""
 
-    reference_every: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps between two updates of the reference, which then follows the policy. 0 never updates
-    it: the reference stays the model that the run began with. Any other value needs `algo.kl_weight`."""
-
-    reference_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """EMA decay of the reference at each update (`algo.reference_every`): the share of the old reference that stays in
-    the new one. 0 copies the policy."""
+    reference: Literal["start"] | Past = "start"
+    """Reference of `algo.kl_weight`: the model that the run began with ("start"), or the policy's own past: a whole
+    number copies the policy after every so many optimizer steps, and a number below 1 is the decay of a moving average
+    of its weights (EMA), such as 0.99."""
 
     entropy_weight: Weight = 0.0
     """Weight of a bonus on the entropy of the policy. 0 leaves it out; raise it if the entropy falls to 0 at once."""
@@ -106,8 +107,7 @@ class Clipped(Algorithm):
 
     distil_weight: Weight = 0.0
     """Weight of a penalty on leaving the teacher: the advantage of a token is lowered by this weight times log policy -
-    log teacher. The teacher is `algo.teacher`, the policy's past (`algo.teacher_every`) or a reward source of kind
-    "teacher". 0 switches distillation off."""
+    log teacher. The teacher is `algo.teacher` or a reward source of kind "teacher". 0 switches distillation off."""
 
     distil_level: Literal["token", "episode"] = "token"
     """Tokens whose divergence from the teacher lowers the advantage of a token: itself alone ("token"), or itself and
@@ -118,30 +118,15 @@ class Clipped(Algorithm):
     """Weight of the cross-entropy of the environment's answers, which trains the policy to predict them (ECHO,
     Shrivastava et al. 2026). 0 leaves it out."""
 
-    teacher: str | None = None
-    """Model that the learner loads as the teacher (`algo.distil_weight`): a folder of a model or a run, a registered
-    id, or an id of the Hugging Face hub. It needs the policy's tokenizer. Without it, the learner loads no teacher;
-    `algo.teacher_every` or a reward source of kind "teacher" may provide one."""
-
-    teacher_every: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps between two updates of a teacher that is a copy of the policy, which then follows the
-    policy. 0 makes no such teacher; any other value needs `algo.distil_weight` and excludes `algo.teacher`."""
-
-    teacher_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """EMA decay of a teacher that follows the policy, at each update (`algo.teacher_every`): the share of the old
-    teacher that stays in the new one. 0 copies the policy."""
+    teacher: str | Past | None = None
+    """Teacher that the learner holds (`algo.distil_weight`). A text is a model with the policy's tokenizer: a folder of
+    a model or a run, a registered id, or an id of the Hugging Face hub. A number is the policy's own past, as in
+    `algo.reference`. Without it, the learner holds no teacher; a reward source of kind "teacher" may provide one."""
 
     @model_validator(mode="after")
     def _of_references(self) -> Self:
-        for name in ("reference", "teacher"):
-            if (decay := getattr(self, f"{name}_decay")) and not getattr(self, f"{name}_every"):
-                raise ValueError(f"{name}_decay = {decay:g}: give {name}_every, the steps between")
-        if self.reference_every and not self.kl_weight:
-            raise ValueError(f"reference_every = {self.reference_every}: give kl_weight, or leave it at 0")
-        if self.teacher is not None and self.teacher_every:
-            raise ValueError(f"teacher = {self.teacher!r} does not follow the policy: leave out teacher_every, or it")
-        if self.teacher_every and not self.distil_weight:
-            raise ValueError(f"teacher_every = {self.teacher_every}: give distil_weight, or leave it at 0")
+        if self.reference != "start" and not self.kl_weight:
+            raise ValueError(f"reference = {self.reference}: give kl_weight, or leave it out")
         if self.teacher is not None and not self.distil_weight:
             raise ValueError(f"teacher = {self.teacher!r}: give distil_weight, or leave it out")
         return self
@@ -155,9 +140,10 @@ class Clipped(Algorithm):
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
-        for low, high in (("importance_floor", "importance_cap"), ("reject_below", "reject_above")):
-            if getattr(self, low) >= getattr(self, high):
-                raise ValueError(f"{low} = {getattr(self, low):g} must be below {high} = {getattr(self, high):g}")
+        if (floor := self.importance_floor) >= self.importance_cap:
+            raise ValueError(f"importance_floor = {floor:g} must be below importance_cap = {self.importance_cap:g}")
+        if self.reject_bounds[0] >= self.reject_bounds[1]:
+            raise ValueError(f"reject_bounds = {list(self.reject_bounds)}: the first must be below the second")
         if self.importance_mode == "mask" and self.importance == "none":
             raise ValueError("importance_mode = 'mask' and importance = 'none': give importance = 'token'")
         return self
@@ -172,15 +158,13 @@ class Clipped(Algorithm):
 
     @property
     def slots(self) -> Slots:
-        frozen: dict[str, str | None] = {"teacher": self.teacher} if self.teacher is not None else {}
-        moving: dict[str, Follows] = {}
-        if self.kl_weight > 0 and self.reference_every:
-            moving["reference"] = Follows(every=self.reference_every, decay=self.reference_decay)
-        elif self.kl_weight > 0:
-            frozen["reference"] = None
-        if self.teacher_every:
-            moving["teacher"] = Follows(every=self.teacher_every, decay=self.teacher_decay)
-        return Slots(frozen=frozen, moving=moving)
+        models: dict[str, str | float | None] = {} if self.teacher is None else {"teacher": self.teacher}
+        if self.kl_weight > 0:
+            models["reference"] = None if self.reference == "start" else self.reference
+        return Slots(
+            frozen={name: model for name, model in models.items() if not isinstance(model, int | float)},
+            moving={name: _follows(past) for name, past in models.items() if isinstance(past, int | float)},
+        )
 
     @property
     def charges(self) -> dict[str, float]:
@@ -245,7 +229,7 @@ class Clipped(Algorithm):
             columns["importance"] = weight_T.to(gap_T.dtype)
         if self.reject != "none":
             ratio_T = log_ratios(gap_T, *keys, self.reject).exp()
-            columns["kept"] = within(ratio_T, *keys, self.reject_below, self.reject_above)
+            columns["kept"] = within(ratio_T, *keys, *self.reject_bounds)
         if weights := self.charges:
             columns["charge"] = charge(tokens, weights)
         return columns

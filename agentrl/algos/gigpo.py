@@ -18,7 +18,7 @@ omega times its part from turns that a sibling has met, each by the chance that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 class GiGPO(GRPO):
     """Judges a turn also by turns in the same state: group-in-group policy optimization."""
 
-    unused: ClassVar = frozenset({"source_scale"})
-
     kind: Literal["gigpo"] = "gigpo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     step_weight: Weight = 1.0
@@ -46,7 +44,7 @@ class GiGPO(GRPO):
 
     @model_validator(mode="after")
     def _of_turns(self) -> Self:
-        if self.baseline == "none" or self.scale == "mean":
+        if self.baseline == "none" or (self.scale != "none" and self.scale != "std"):
             raise ValueError("kind = 'gigpo' takes baseline = 'leave_one_out' or 'group_mean', scale = 'none' or 'std'")
         return self
 
@@ -72,6 +70,6 @@ class GiGPO(GRPO):
             alive_GT & (siblings.states_GT >= 0),
             siblings.judges_G,
             baseline=self.baseline,
-            scale=self.scale,
+            scale="std" if self.scale == "std" else "none",
         )
         return {"advantage": super().prepare(siblings)["advantage"] + self.step_weight * step_GT}

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Scale = Literal["none", "std", "mean", "std_by_source", "leave_one_out_by_source"]
+
+
 class GRPO(Clipped):
     """Judges an episode by the other episodes of its group: group-relative policy optimization."""
 
@@ -32,15 +35,12 @@ class GRPO(Clipped):
     the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
     episode that it judges."""
 
-    scale: Literal["none", "std", "mean"] = "none"
+    scale: Scale = "none"
     """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
     their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
-    towards easy and hard tasks, "mean" towards tasks with few successes."""
-
-    source_scale: Literal["none", "std", "leave_one_out"] = "none"
-    """Divisor of the outcome and of each reward source, each by itself: its standard deviation over the group ("std",
-    as in GDPO) or over the siblings alone ("leave_one_out", which needs groups of 3). "none" adds them up as they are;
-    any other value excludes `algo.scale` and an `algo.discount` below 1."""
+    towards easy and hard tasks, "mean" towards tasks with few successes. Two values divide the outcome and each reward
+    source by itself: by its standard deviation over the group ("std_by_source", as in GDPO) or over the siblings alone
+    ("leave_one_out_by_source", which needs groups of 3); they exclude an `algo.discount` below 1."""
 
     discount: Share = 1.0
     """Discount of a reward for each turn between it and the turn that is credited; the outcome is earned at the last
@@ -48,15 +48,18 @@ class GRPO(Clipped):
 
     @property
     def least_members(self) -> int:
-        return 3 if self.source_scale == "leave_one_out" else super().least_members  # one sibling has no spread
+        return 3 if self.scale == "leave_one_out_by_source" else super().least_members  # one sibling has no spread
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.source_scale != "none" and self.scale != "none":
-            raise ValueError(f"scale = {self.scale!r} and source_scale = {self.source_scale!r}: leave one of them out")
-        if self.source_scale != "none" and self.discount != 1:
-            raise ValueError(f"discount = {self.discount:g} and source_scale = {self.source_scale!r}: leave one out")
+        if self.scales_sources and self.discount != 1:
+            raise ValueError(f"discount = {self.discount:g} and scale = {self.scale!r}: leave one out")
         return self
+
+    @property
+    def scales_sources(self) -> bool:
+        """Whether the outcome and each reward source are divided by themselves."""
+        return self.scale in ("std_by_source", "leave_one_out_by_source")
 
     @property
     def compares(self) -> bool:
@@ -64,7 +67,7 @@ class GRPO(Clipped):
 
     @property
     def judges_returns(self) -> bool:
-        learns_anyway = self.source_scale != "none" or self.distil_weight > 0 or self.observes
+        learns_anyway = self.scales_sources or self.distil_weight > 0 or self.observes
         return self.compares and not learns_anyway
 
     @property
@@ -74,7 +77,7 @@ class GRPO(Clipped):
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import stream_advantages, turn_advantages
 
-        if self.source_scale != "none":
+        if self.scale == "std_by_source" or self.scale == "leave_one_out_by_source":
             return {
                 "advantage": stream_advantages(
                     siblings.outcomes_G,
@@ -83,7 +86,7 @@ class GRPO(Clipped):
                     siblings.turns_G,
                     siblings.scored_G,
                     baseline=self.baseline,
-                    scale=self.source_scale,
+                    scale="std" if self.scale == "std_by_source" else "leave_one_out",
                     process_weight=self.process_weight,
                     judges_G=siblings.judges_G,
                 )

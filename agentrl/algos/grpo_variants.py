@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agentrl.algos.algorithm import Weight
-from agentrl.algos.grpo import GRPO
+from agentrl.algos.algorithm import Count, Weight
+from agentrl.algos.grpo import GRPO, Scale
 
 
 class RLOO(GRPO):
@@ -30,7 +30,7 @@ class DrGRPO(GRPO):
     kind: Literal["dr_grpo"] = "dr_grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    normalise: Literal["token", "sequence", "constant"] = "constant"
+    normalise: Literal["token", "sequence"] | Count = 256
 
 
 class DAPO(GRPO):
@@ -40,7 +40,7 @@ class DAPO(GRPO):
     kind: Literal["dapo"] = "dapo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    scale: Literal["none", "std", "mean"] = "std"
+    scale: Scale = "std"
 
 
 class MaxRL(GRPO):
@@ -59,7 +59,7 @@ class MaxRL(GRPO):
     kind: Literal["maxrl"] = "maxrl"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
-    scale: Literal["none", "std", "mean"] = "mean"
+    scale: Scale = "mean"
 
 
 class Distil(GRPO):

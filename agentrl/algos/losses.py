@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Normalise = Literal["token", "sequence", "constant"]
+Normalise = Literal["token", "sequence"] | int
 
 
 def clipped_surrogate(
@@ -60,18 +60,18 @@ def gated_surrogate(
     return -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T
 
 
-def token_weights(sequence_T: Tensor, kind: Normalise, divisor: int = 1) -> Tensor:
+def token_weights(sequence_T: Tensor, normalise: Normalise) -> Tensor:
     """Each token's share of the loss: [T]. `sequence_T` numbers the episode of each token.
 
     `token`: every token the same (DAPO, section 3.3: long episodes count by their length). `sequence`: every episode
     the same, with equal shares for its tokens (GRPO, Shao et al. 2024, section 4.1). In both the shares sum to 1, and
     both turn the gradient away from that of the expected return, since an episode's share depends on lengths: the
-    policy's own and its siblings'. `constant`: 1 / (episodes * divisor), whatever the lengths (Dr. GRPO, Liu et al.
-    2025, section 3.1): the true direction."""
-    if kind == "token" or not len(sequence_T):
+    policy's own and its siblings'. A number: 1 / (episodes * number), whatever the lengths (Dr. GRPO, Liu et al. 2025,
+    section 3.1): the true direction."""
+    if normalise == "token" or not len(sequence_T):
         return torch.full(sequence_T.shape, 1.0 / max(len(sequence_T), 1), device=sequence_T.device)
-    if kind == "constant":
-        return torch.full(sequence_T.shape, 1.0 / (len(torch.unique(sequence_T)) * divisor), device=sequence_T.device)
+    if isinstance(normalise, int):
+        return torch.full(sequence_T.shape, 1.0 / (len(torch.unique(sequence_T)) * normalise), device=sequence_T.device)
     _, place_T, length_S = torch.unique(sequence_T, return_inverse=True, return_counts=True)
     return 1.0 / (length_S[place_T] * len(length_S))
 

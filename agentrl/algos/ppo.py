@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LENGTH_ALPHA = 0.05
+"""Alpha of `gae_lambda = "length"`, as VAPO (Yue et al. 2025) has it: an episode of 1,000 actions gets 0.98."""
+
+
 class PPO(Clipped):
     """Judges actions by a critic's values: proximal policy optimization with a value function."""
 
@@ -50,13 +54,10 @@ class PPO(Clipped):
     discount: Share = 1.0
     """Discount of a reward for each action between it and the action that is credited. 1 discounts nothing."""
 
-    gae_lambda: Share = 1.0
+    gae_lambda: Share | Literal["length"] = 1.0
     """Lambda of the policy's advantages in GAE. Below 1 the variance is smaller, and the critic's errors bias the
-    advantages."""
-
-    gae_length_alpha: Positive | None = None
-    """Alpha of a lambda that grows with the episode, 1 - 1 / (alpha * actions of the episode) and at least 0, which
-    replaces `algo.gae_lambda` (VAPO). Without it, `algo.gae_lambda` holds for every length."""
+    advantages. "length" lets it grow with the episode, as 1 - 1 / (0.05 * actions of the episode) and at least 0
+    (VAPO)."""
 
     value_lambda: Share = 1.0
     """Lambda of the critic's targets. Below 1 they rely more on the critic's own values and less on later rewards."""
@@ -126,9 +127,9 @@ class PPO(Clipped):
                 cap=self.trace_cap,
             )
 
-        lambda_B = torch.full_like(length_B, self.gae_lambda, dtype=torch.float64)
-        if self.gae_length_alpha is not None:
-            lambda_B = lambda_of_length(length_B, self.gae_length_alpha)
+        lambda_B = lambda_of_length(length_B, LENGTH_ALPHA)
+        if self.gae_lambda != "length":
+            lambda_B = torch.full_like(lambda_B, self.gae_lambda)
         of_sequence, ratio_BU = self.importance in ("sequence", "geometric"), gap_BU.exp()
         advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if of_sequence else ratio_BU)
         _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)

@@ -6,7 +6,7 @@ None of them is refused, as a run may go on without. Knows settings alone, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -33,11 +33,9 @@ _OF_OWN_ENGINES = {"replicas", "threads"}
 
 _OF_ALGORITHMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("kl_form",), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
-    (("reject_below", "reject_above"), lambda algo: algo.reject == "none", "without {}.reject"),
+    (("reject_bounds",), lambda algo: algo.reject == "none", "without {}.reject"),
     (("importance_floor", "importance_cap"), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
-    (("divisor",), lambda algo: algo.normalise != "constant", "without {}.normalise = 'constant'"),
     (("distil_level",), lambda algo: not algo.distil_weight, "without {}.distil_weight"),
-    (("gae_lambda",), lambda algo: algo.gae_length_alpha is not None, "beside {}.gae_length_alpha"),
 )
 """Settings of algorithms, when they have no effect on one that has them, and what takes it."""
 
@@ -89,6 +87,7 @@ def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
 
 def _typed(field: str, name: str, value: object) -> str:
     """The mend of an algorithm's setting: the command line reaches no entry of a list."""
+    value = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
     return f"--set {field}.{name}={value}" if field == "algo" else "leave it out"
 
 

@@ -105,7 +105,7 @@ def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSour
     slot = slots.frozen.get("teacher") or slots.moving.get("teacher")
     teachers = [teacher.source for teacher in served if not teacher.envs or env in teacher.envs]
     if weight and slot is None and not teachers:
-        hint = f"nobody teaches: give {field}.teacher or teacher_every, or a [[rewards]] table with kind = 'teacher'"
+        hint = f"nobody teaches: give {field}.teacher, or a [[rewards]] table with kind = 'teacher'"
         raise ConfigError(f"{field}.distil_weight", weight, hint)
     if teachers and slot is not None:
         hint = f"[[rewards]] has the teacher {teachers[0]!r} of {env}: leave one out, or name its environments (`envs`)"

@@ -165,7 +165,7 @@ def test_a_rejected_sequence_has_no_part_in_the_loss_and_stays_in_the_mean(
     level: str, below: float, above: float, rejected: set[int]
 ) -> None:
     """The other role of a rejected sequence's episode is judged by itself."""
-    settings = {"reject": level, "reject_below": below, "reject_above": above, "importance": "none"}
+    settings = {"reject": level, "reject_bounds": (below, above), "importance": "none"}
     algo = GRPO.model_validate({**settings, "kl_weight": 0.5, "entropy_weight": 0.5})
     plain = GRPO(importance="none", kl_weight=0.5, entropy_weight=0.5)
     tokens = {**columns(), "reference": columns()["proximal"] - 0.3}
@@ -184,7 +184,7 @@ def test_a_rejected_sequence_has_no_part_in_the_loss_and_stays_in_the_mean(
     ("settings", "wrong"),
     [
         ({"importance_floor": 2.0}, "importance_floor = 2 must be below importance_cap = 2"),
-        ({"reject": "token", "reject_below": 3.0}, "reject_below = 3 must be below reject_above = 2"),
+        ({"reject": "token", "reject_bounds": (3.0, 2.0)}, r"reject_bounds = \[3.0, 2.0\]: the first must be below"),
         ({"importance": "none", "importance_mode": "mask"}, "give importance = 'token'"),
         ({"kind": "cispo", "importance_mode": "mask"}, "does not use importance_mode"),
         ({"kind": "cispo", "importance": "sequence"}, "algo.importance.*'token' or 'none'"),
@@ -197,7 +197,7 @@ def test_impossible_corrections_are_refused(settings: dict[str, object], wrong: 
 
 @each_case("kind", ["grpo", "gspo", "cispo", "sapo", "reinforce++", "ppo"])
 def test_every_clipped_kind_takes_the_corrections(kind: str) -> None:
-    algo = config.algorithm(kind).model_validate({"reject": "geometric", "reject_above": 1.5, "reject_below": 0.0})
+    algo = config.algorithm(kind).model_validate({"reject": "geometric", "reject_bounds": (0.0, 1.5)})
     assert algo.ahead
     tokens = {**columns(), "to_go": columns()["advantage"], "values": torch.zeros(len(TOKENS), dtype=torch.float64)}
     tokens |= {"own_turn": tokens["turn"]}

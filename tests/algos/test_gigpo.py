@@ -162,7 +162,7 @@ def test_without_the_advantage_of_turns_it_is_grpo() -> None:
     ("more", "said"),
     [
         ({"algo": {"kind": "gigpo", "baseline": "none"}}, "kind = 'gigpo' takes baseline = 'leave_one_out'"),
-        ({"algo": {"kind": "gigpo", "source_scale": "std"}}, "kind = 'gigpo' does not use source_scale"),
+        ({"algo": {"kind": "gigpo", "scale": "std_by_source"}}, "scale = 'none' or 'std'"),
         (
             {"algo": {"kind": "gigpo"}, "buffer": {"skip_without_signal": True}},
             "learns from a group whose returns are equal",

@@ -195,8 +195,8 @@ def test_without_a_choice_the_clip_is_from_behaviour_for_old_tokens_alone(kind: 
         ({"kind": "sapo", "clip_high": 0.3}, "kind = 'sapo' does not use clip_high: leave it out"),
         ({"kind": "cispo", "importance_cap": 3.0}, "kind = 'cispo' does not use importance_cap: leave it out"),
         (
-            {"kind": "grpo", "discount": 0.9, "source_scale": "std"},
-            "discount = 0.9 and source_scale = 'std': leave one",
+            {"kind": "grpo", "discount": 0.9, "scale": "std_by_source"},
+            "discount = 0.9 and scale = 'std_by_source': leave one",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_names_of_papers_are_settings_of_grpo() -> None:
     """Each differs from GRPO in what its paper says, and in nothing else."""
     changes = {
         "rloo": {},
-        "dr_grpo": {"baseline": "group_mean", "normalise": "constant"},
+        "dr_grpo": {"baseline": "group_mean", "normalise": 256},
         "dapo": {"baseline": "group_mean", "scale": "std"},
         "maxrl": {"baseline": "group_mean", "scale": "mean"},
     }

@@ -25,8 +25,8 @@ SCALED = {
     "discounted": GRPO(scale="std", process_weight=1.0, discount=0.9),
     "maxrl": MaxRL(),
     "maxrl, process": MaxRL(process_weight=1.0, baseline="leave_one_out"),
-    "sources": GRPO(source_scale="std", process_weight=1.0),
-    "siblings' sources": GRPO(source_scale="leave_one_out", process_weight=1.0),
+    "sources": GRPO(scale="std_by_source", process_weight=1.0),
+    "siblings' sources": GRPO(scale="leave_one_out_by_source", process_weight=1.0),
     "gigpo": GiGPO(scale="std", baseline="group_mean", process_weight=1.0),
     "gigpo, leave_one_out": GiGPO(scale="std", process_weight=1.0),
 }
@@ -135,7 +135,7 @@ def test_a_late_member_earns_at_most_what_it_would_in_time(kind: str, episodes: 
     """The stated factor is 2 (n + 1) / n for n judges: in time a group mean has the member in it. Two parts of an
     advantage may cancel in time, so only one of them is there: of sources the process rewards, of GiGPO the states."""
     algo, n = SCALED[kind], len(episodes) - 1
-    if algo.source_scale != "none":
+    if algo.scale.endswith("by_source"):
         episodes = [(0.0, process, states) for _, process, states in episodes]
 
     def of(late: int) -> Tensor:

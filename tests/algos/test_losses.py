@@ -11,7 +11,7 @@ from each_case import each_case
 from torch import Tensor
 
 from agentrl.algos.kl_penalty import kl_penalty
-from agentrl.algos.losses import clipped_surrogate, policy_loss, token_weights
+from agentrl.algos.losses import Normalise, clipped_surrogate, policy_loss, token_weights
 
 from .test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome
 
@@ -148,7 +148,7 @@ def test_the_straight_through_gradient_is_the_score_function_form_of_k1_and_of_k
 # --- normalisation against the exact policy gradient ----------------------------------------------------------------
 
 
-def expected_direction(kind: str) -> float:
+def expected_direction(normalise: Normalise) -> float:
     """Cosine of the expected gradient under a normalisation and the exact one, by enumeration of all groups of two, in
     a problem whose policy decides when to stop."""
     theta = torch.randn(HORIZON, ACTIONS, ACTIONS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -159,18 +159,18 @@ def expected_direction(kind: str) -> float:
     estimate = torch.zeros_like(exact)
     for i, j in itertools.product(range(len(PATHS)), repeat=2):
         sequence_T = torch.tensor([0] * len(PATHS[i]) + [1] * len(PATHS[j]))
-        share_T = token_weights(sequence_T, kind, divisor=3).double()
+        share_T = token_weights(sequence_T, normalise).double()
         advantage = returns[i] - returns[j]
         signed = [advantage * score for score in scores[i]] + [-advantage * score for score in scores[j]]
         mass = float((probability_P[i] * probability_P[j]).detach())
         estimate += mass * torch.stack([share * one for share, one in zip(share_T, signed, strict=True)]).sum(0)
-    if kind == "constant":
+    if normalise == 3:
         torch.testing.assert_close(estimate, exact / 3, atol=1e-7, rtol=1e-5)  # shares are float32
     return float(torch.nn.functional.cosine_similarity(estimate.flatten(), exact.flatten(), dim=0))
 
 
 def test_a_constant_divisor_gives_the_true_gradient_and_lengths_turn_it_away() -> None:
-    cosine = {kind: expected_direction(kind) for kind in ("token", "sequence", "constant")}
-    assert cosine["constant"] == pytest.approx(1, abs=1e-9)
+    cosine = {kind: expected_direction(kind) for kind in ("token", "sequence", 3)}
+    assert cosine[3] == pytest.approx(1, abs=1e-9)
     assert cosine["token"] < 0.999
     assert cosine["sequence"] < 0.99

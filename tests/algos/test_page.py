@@ -32,8 +32,8 @@ def test_the_page_has_every_algorithm() -> None:
 
 
 def test_the_cosines_of_the_normalisations_are_computed() -> None:
-    for kind in ("token", "sequence", "constant"):
-        assert cells(f'`"{kind}"`')[-1] == f"{expected_direction(kind):.3f}", kind
+    for value, name in (("token", '`"token"`'), ("sequence", '`"sequence"`'), (3, "a number")):
+        assert cells(name)[-1] == f"{expected_direction(value):.3f}", name
 
 
 def test_the_errors_of_the_corrections_are_computed() -> None:

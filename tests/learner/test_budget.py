@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (GRPO(), {"lora_rank": 4, "logits_mb": 8}),
     "lora, bfloat16": (GRPO(), {"lora_rank": 4, "logits_mb": 8, "dtype": "bfloat16"}),
     "reference, bfloat16": (GRPO(kl_weight=0.1), {"logits_mb": 8, "dtype": "bfloat16"}),
-    "reference that follows": (GRPO(kl_weight=0.1, reference_every=1), {"logits_mb": 8}),
+    "reference that follows": (GRPO(kl_weight=0.1, reference=1), {"logits_mb": 8}),
     "critic": (PPO(critic_warmup_steps=0), {"logits_mb": 8}),
     "muon": (GRPO(), {"optimizer": "muon", "logits_mb": 8}),
     "sgd": (GRPO(), {"optimizer": "sgd", "logits_mb": 8}),

@@ -107,9 +107,9 @@ def test_ppo_learns_from_groups_of_one(qwen3_dir: Path, level: str) -> None:
     assert reports[-1].advantage_std is not None and reports[-1].groups_without_signal == 0
 
 
-@each_case("normalise", ["token", "sequence", "constant"])
+@each_case("normalise", ["token", "sequence", 8])
 def test_what_is_told_of_values_and_targets_is_a_mean_however_the_loss_is_normalised(
-    qwen3_dir: Path, normalise: str
+    qwen3_dir: Path, normalise: str | int
 ) -> None:
     learner = Learner(run_config(algo=ppo(normalise=normalise), train=Train(minibatches=2)).learner, qwen3_dir)
     critic = learner.models.critic

@@ -53,8 +53,8 @@ def leaders(learner: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwen3_dir: Path, lora_rank: int) -> None:
-    copied = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference_every=2)
-    averaged = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference_every=1, reference_decay=0.75)
+    copied = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference=2)
+    averaged = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference=0.75)
     older = leaders(copied)
     mean = {name: tensor.double() for name, tensor in leaders(averaged).items()}
     for at in range(1, 6):
@@ -74,7 +74,7 @@ def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwe
 @pytest.mark.parametrize("masters", [True, False])
 def test_an_average_follows_weights_in_bfloat16(qwen3_dir: Path, masters: bool) -> None:
     train = {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": masters}
-    learner = learner_of(qwen3_dir, train, kl_weight=0.1, reference_every=1, reference_decay=0.75)
+    learner = learner_of(qwen3_dir, train, kl_weight=0.1, reference=0.75)
     before = learner.models.moving["reference"].tensors()
     before = {name: tensor.double().clone() for name, tensor in before.items()}
     step(learner, 1)
@@ -85,7 +85,7 @@ def test_an_average_follows_weights_in_bfloat16(qwen3_dir: Path, masters: bool) 
 
 
 def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = learner_of(qwen3_dir, kl_weight=0.1, reference_every=2)
+    learner = learner_of(qwen3_dir, kl_weight=0.1, reference=2)
     for at in (1, 2, 3):
         step(learner, at)
         if at == 2:
@@ -104,7 +104,7 @@ def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
 ) -> None:
     """Both are the model that the run began with; one of them is the policy with other parameters in it."""
     frozen = learner_of(qwen3_dir, train, kl_weight=0.5)
-    moving = learner_of(qwen3_dir, train, kl_weight=0.5, reference_every=99)
+    moving = learner_of(qwen3_dir, train, kl_weight=0.5, reference=99)
     for at in range(3):
         told = step(frozen, at)
         assert step(moving, at) == told
@@ -113,7 +113,7 @@ def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
 
 
 @each_case("train", [{}, {"lora_rank": 4, "minibatches": 2}])
-@each_case("algo", [{"reference_every": 2}, {"reference_every": 1, "reference_decay": 0.9}])
+@each_case("algo", [{"reference": 2}, {"reference": 0.9}])
 def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_moved(
     qwen3_dir: Path, tmp_path: Path, train: dict[str, Any], algo: dict[str, Any]
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_m
 
 def test_a_teacher_that_averages_the_policy_pulls_it_back_and_survives_a_kill(qwen3_dir: Path, tmp_path: Path) -> None:
     """A teacher that is the policy teaches nothing; one that lags behind it does, from the same checkpoint on."""
-    given: dict[str, Any] = {"distil_weight": 1.0, "teacher_every": 1, "teacher_decay": 0.9}
+    given: dict[str, Any] = {"distil_weight": 1.0, "teacher": 0.9}
     plain, taught = learner_of(qwen3_dir), learner_of(qwen3_dir, **given)
     step(plain, 0)
     assert step(taught, 0)["kl_teacher"] == 0
@@ -156,8 +156,8 @@ def test_a_checkpoint_without_a_moving_reference_is_refused(qwen3_dir: Path, tmp
     learner = learner_of(qwen3_dir, kl_weight=0.1)
     step(learner, 0)
     folder = learner.save(tmp_path)
-    with pytest.raises(ModelError, match=r"no moving model in .*/reference'.* algo\.reference_every = 0"):
-        learner_of(qwen3_dir, kl_weight=0.1, reference_every=1).load(folder)
+    with pytest.raises(ModelError, match=r"no moving model in .*/reference'.* no number as algo\.reference"):
+        learner_of(qwen3_dir, kl_weight=0.1, reference=1).load(folder)
 
 
 # --- a teacher in the learner ---------------------------------------------------------------------------------------

@@ -96,12 +96,12 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("float64")
 @each_case("critic", ["own", "shared"])
-@each_case("normalise", ["token", "sequence", "constant"])
+@each_case("normalise", ["token", "sequence", 8])
 def test_a_mixed_steps_gradient_is_the_weighted_sum_of_those_of_two_runs(
-    qwen3_dir: Path, normalise: str, critic: str, monkeypatch: pytest.MonkeyPatch
+    qwen3_dir: Path, normalise: str | int, critic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights by hand: each run's share of the tokens, or of the episodes."""
-    how = {"normalise": normalise, "divisor": 8}
+    how = {"normalise": normalise}
     ppo = {**PPO, **how, "critic": critic}
     grpo = {"kind": "grpo", **how}
     both = settings({"id": "test/one", "algo": grpo}, {"id": "test/two", "algo": ppo})
@@ -174,9 +174,9 @@ def test_an_episodes_share_is_the_same_whatever_its_environment_normalises_by() 
 def test_a_critic_that_warms_up_beside_another_algorithm_does_not_move_the_policy(qwen3_dir: Path, critic: str) -> None:
     """The policy moves as if the warming environment were not there, but for the other's share of the loss."""
     warm = {**PPO, "critic": critic, "critic_warmup_steps": 1}
-    tables = [{"id": "test/one", "algo": {"normalise": "constant", "divisor": 4}}, {"id": "test/two", "algo": warm}]
+    tables = [{"id": "test/one", "algo": {"normalise": 4}}, {"id": "test/two", "algo": warm}]
     learner = Learner(settings(*tables, train={"lr": 1e-2}).learner, qwen3_dir)
-    alone = Learner(settings(algo={"normalise": "constant", "divisor": 7}, train={"lr": 1e-2}).learner, qwen3_dir)
+    alone = Learner(settings(algo={"normalise": 7}, train={"lr": 1e-2}).learner, qwen3_dir)
     begun = [parameter.detach().clone() for parameter in learner.model.parameters()]
     report = learner.step([ONE, TWO], step_of=STEP_OF)
     alone.step([ONE], step_of=STEP_OF)  # 4 episodes of divisor 7, as 4 of 7 of divisor 4

@@ -138,7 +138,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     way: str, qwen3_dir: Path, tmp_path: Path
 ) -> None:
-    settings = config(GRPO(kl_weight=0.1, reference_every=2), lr_schedule="cosine", steps=4, **WAYS[way])
+    settings = config(GRPO(kl_weight=0.1, reference=2), lr_schedule="cosine", steps=4, **WAYS[way])
     folder = tiny_qwen3(tmp_path / "wide", hidden=128) if "8 bits" in way else qwen3_dir  # smaller ones keep 32 bits
     straight = trained(Learner(settings.learner, folder), 2)
     kinds = {type(one).__name__ for state in straight.optimizer.state.values() for one in state.values()}

@@ -23,7 +23,7 @@ KINDS = {
 
 
 def learner_of(kind: str, folder: Path) -> Learner:
-    return Learner(run_config(algo=GRPO(kl_weight=0.1, reference_every=2), train=KINDS[kind]).learner, folder)
+    return Learner(run_config(algo=GRPO(kl_weight=0.1, reference=2), train=KINDS[kind]).learner, folder)
 
 
 def step(learner: Learner) -> float:

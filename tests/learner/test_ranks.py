@@ -88,12 +88,12 @@ def assert_reports_alike(found: list[Any], expected: list[Any]) -> None:
         config(lora_rank=2),
         config(PPO(critic="own")),
         pytest.param(config(PPO(critic="shared")), marks=pytest.mark.slow),
-        pytest.param(config(GRPO(kl_weight=0.1, reference_every=1)), marks=pytest.mark.slow),
+        pytest.param(config(GRPO(kl_weight=0.1, reference=1)), marks=pytest.mark.slow),
         pytest.param(config(gradient_checkpointing=True), marks=pytest.mark.slow),
-        config(GRPO(kl_weight=0.1, reference_every=1), parallel=TENSOR, gradient_checkpointing=True),
+        config(GRPO(kl_weight=0.1, reference=1), parallel=TENSOR, gradient_checkpointing=True),
         pytest.param(config(PPO(critic="own"), parallel=TENSOR), marks=pytest.mark.slow),
         pytest.param(
-            config(GRPO(kl_weight=0.1, reference_every=1), parallel=CONTEXT, gradient_checkpointing=True),
+            config(GRPO(kl_weight=0.1, reference=1), parallel=CONTEXT, gradient_checkpointing=True),
             marks=pytest.mark.slow,
         ),
         config(PPO(critic="shared"), parallel=CONTEXT),
@@ -134,7 +134,7 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
 @pytest.mark.parametrize(
     ("algo", "train"),
     [
-        (GRPO(kl_weight=0.1, reference_every=1), {"gradient_checkpointing": True}),
+        (GRPO(kl_weight=0.1, reference=1), {"gradient_checkpointing": True}),
         pytest.param(PPO(critic="own"), {"parallel": TENSOR, "lora_rank": 2, "minibatches": 2}, marks=pytest.mark.slow),
         (PPO(critic="own"), {"parallel": CONTEXT, "gradient_checkpointing": True}),
         pytest.param(
@@ -406,8 +406,8 @@ def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
     ("settings", "mixed"),
     [
         pytest.param(*(config(PPO(critic="own")), False), marks=pytest.mark.slow),
-        pytest.param(*(config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2), False), marks=pytest.mark.slow),
-        (config(GRPO(kl_weight=0.1, reference_every=2), parallel=TENSOR), False),
+        pytest.param(*(config(GRPO(kl_weight=0.1, reference=2), lora_rank=2), False), marks=pytest.mark.slow),
+        (config(GRPO(kl_weight=0.1, reference=2), parallel=TENSOR), False),
         pytest.param(*(config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True), marks=pytest.mark.slow),
         pytest.param(*(config(lora_rank=2, parallel={"ranks": 2, "expert": 2}), True), marks=pytest.mark.slow),
         (config(GRPO(kl_weight=0.1), lora_rank=2, parallel=TENSOR, gradient_checkpointing=True), False),

@@ -45,7 +45,7 @@ def same(one: PolicyModel, two: PolicyModel) -> bool:
 KINDS = [
     {"normalise": "token"},
     {"normalise": "sequence", "kl_weight": 0.1},  # a reference each
-    {"normalise": "constant", "divisor": 8, "kl_weight": 0.1, "reference_every": 1},  # which follows each
+    {"normalise": 8, "kl_weight": 0.1, "reference": 1},  # which follows each
 ]
 
 

@@ -426,7 +426,7 @@ def with_sources(member: int, env: float, prm: float, outcome: float) -> Traject
 def test_outcome_and_sources_may_each_be_scaled_by_their_own_spread() -> None:
     """By hand: every stream is 0, 1 and 2 in its own units, so that each says -1, 0 and 1, times its weight."""
     members = [with_sources(at, 100.0 * at, 0.01 * at, 10.0 * at) for at in range(3)]
-    rows = rows_of(group_of(members), baseline="group_mean", source_scale="std", process_weight=2.0).rows
+    rows = rows_of(group_of(members), baseline="group_mean", scale="std_by_source", process_weight=2.0).rows
     got = [row.columns["advantage"].item() for row in rows]
     expected = 10 / (10 + 1e-4) + 2.0 * (100 / (100 + 1e-4) + 0.5 * 0.01 / (0.01 + 1e-4))
     assert got == pytest.approx([-expected, 0.0, expected], abs=1e-5)
@@ -436,7 +436,7 @@ def test_a_late_member_is_scaled_by_the_streams_of_the_record() -> None:
     members = [with_sources(at, 1.0 * at, 2.0 * at, 0.0) for at in range(3)]
     late = with_sources(3, 9.0, 0.0, 0.0)
     group = replace(group_of([late]), size=4, record={one.member: one.record for one in members})
-    (row,) = rows_of(group, source_scale="leave_one_out").rows
+    (row,) = rows_of(group, scale="leave_one_out_by_source").rows
     expected = (9 - 1) / (1 + 1e-4) + 0.5 * (0 - 2) / (2 + 1e-4)
     assert row.columns["advantage"].item() == pytest.approx(expected, abs=1e-5)
 

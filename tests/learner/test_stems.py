@@ -211,7 +211,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adapter": (GRPO(kl_weight=0.1), {"lora_rank": 2}),
     "several updates": (GRPO(kl_weight=0.1, entropy_weight=0.01), {"minibatches": 2, "epochs": 2}),
     "moving, recomputed": (
-        GRPO(kl_weight=0.1, reference_every=1, observation_weight=0.1),
+        GRPO(kl_weight=0.1, reference=1, observation_weight=0.1),
         {"gradient_checkpointing": True, "offload_activations": True},
     ),
     "own critic": (PPO(critic="own", critic_warmup_steps=0), {}),

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {**BALANCED, "steps": 2, "lora_rank": 2, "lora_targets": ["experts", "gate", "q_proj"]},
     ),
     "several updates, recomputed, moving": (
-        GRPO(kl_weight=0.1, reference_every=1),
+        GRPO(kl_weight=0.1, reference=1),
         {**BALANCED, "minibatches": 2, "epochs": 2, "lr": 0.1, "gradient_checkpointing": True},
     ),
     "own critic": (PPO(critic="own", critic_warmup_steps=0), {**BALANCED, "steps": 2, "lr": 0.1}),

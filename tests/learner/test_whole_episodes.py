@@ -41,7 +41,7 @@ def stepped(
     [
         {"importance": "sequence", "importance_cap": 50.0},
         {"importance": "geometric", "importance_mode": "mask", "importance_floor": 0.1},
-        {"reject": "geometric", "reject_below": 0.1},
+        {"reject": "geometric", "reject_bounds": (0.1, 2.0)},
     ],
     ids=["sequence", "geometric", "reject"],
 )
@@ -72,7 +72,7 @@ def test_a_branch_without_any_advantage_counts_in_its_episodes_ratio(
     def rejected(logprob: float) -> int:
         branches = [turn(0, (1, 2), (3, 4), reward=1.0), turn(1, (5, 6), (7, 8), logprobs=(logprob, -2.0))]
         group = group_of([episode(0, branches, 0.0), episode(1, [turn(0, (1, 2), (9,))], 0.0)])
-        algo = GRPO(reject="token", reject_below=1e-6, reject_above=1e6, baseline="none")
+        algo = GRPO(reject="token", reject_bounds=(1e-6, 1e6), baseline="none")
         return stepped(qwen3_dir, algo, [group], monkeypatch)[1].episodes_rejected
 
     assert (rejected(-2.0), rejected(-40.0)) == (0, 1)

@@ -28,12 +28,10 @@ SOURCE = {"source": "s", "kind": "prm", "url": "http://h"}
         (["engine.kind=vllm", "train.lora_rank=8", "engine.weights_url=s3://b/x"], "only adapters travel"),
         (["train.optimizer=sgd", "train.betas=[0.9, 0.99]"], "no effect with train.optimizer = 'sgd'"),
         (["algo.kl_form=reward"], "algo.kl_form has no effect without algo.kl_weight"),
-        (["algo.reject_above=1.5"], "algo.reject_above has no effect without algo.reject"),
+        (["algo.reject_bounds=[0.5, 1.5]"], "algo.reject_bounds has no effect without algo.reject"),
         (["algo.importance=none", "algo.importance_floor=0.5"], "with algo.importance = 'none'"),
         (["algo.importance=none", "algo.importance_cap=1.5"], "with algo.importance = 'none'"),
-        (["algo.divisor=1000"], "without algo.normalise = 'constant'"),
         (["algo.distil_level=episode"], "without algo.distil_weight"),
-        (["algo.kind=ppo", "algo.gae_lambda=0.9", "algo.gae_length_alpha=0.05"], "beside algo.gae_length_alpha"),
         (["league.share=0.3"], "no [[roles]] table has plays"),
         (["alarms.actions.entropy=stop"], "without alarms.entropy_below"),
         (["alarms.actions.clip=stop", "alarms.clip_above=false"], "without alarms.clip_above"),
@@ -86,8 +84,8 @@ def test_rewards_that_no_algorithm_weighs_are_said() -> None:
 
 
 def test_an_algorithm_of_one_table_is_named_by_it() -> None:
-    (line,) = contradictions(parsed([], tasks=[{"algo": {"reject_below": 0.1}}]))
-    assert line == "tasks.0.algo.reject_below has no effect without tasks.0.algo.reject: leave it out"
+    (line,) = contradictions(parsed([], tasks=[{"algo": {"reject_bounds": [0.1, 2.0]}}]))
+    assert line == "tasks.0.algo.reject_bounds has no effect without tasks.0.algo.reject: leave it out"
 
 
 def test_no_example_contradicts_itself() -> None:

@@ -66,7 +66,7 @@ def test_skipping_needs_a_baseline() -> None:
 
 def test_skipping_is_refused_where_sources_are_scaled_apart() -> None:
     """Two sources may disagree about members whose sums are equal; scaled apart, that is an advantage."""
-    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"source_scale": "std"}}
+    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"scale": "std_by_source"}}
     with pytest.raises(ConfigError, match="learns from a group whose returns are equal"):
         configuration.parse({**document, "buffer": {"skip_without_signal": True}})
 

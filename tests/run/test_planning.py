@@ -71,7 +71,13 @@ def traced_once() -> Iterator[None]:
 
     def held(settings: object, folder: Path, rows: Sequence[Row], **named: Any) -> MemoryBudget:
         lengths = tuple((row.group_id, len(row.token_ids), len(row.place_S)) for row in rows)
-        key = (Models.prompt_once, repr(settings), (folder / "config.json").read_text(), lengths, *sorted(named.items()))
+        key = (
+            Models.prompt_once,
+            repr(settings),
+            (folder / "config.json").read_text(),
+            lengths,
+            *sorted(named.items()),
+        )
         if key not in known:
             known[key] = trace(settings, folder, rows, **named)
         return known[key]

@@ -192,7 +192,7 @@ VLLM, CUDA = {"kind": "vllm", "dtype": "bfloat16"}, {"device": "cuda", "dtype": 
         {"engine": VLLM, "train": CUDA | {"weights": "bfloat16", "master_weights": False}},
         {"engine": VLLM | {"colocated": True}, "train": CUDA},
         {"engine": {"weights_url": "s3://bucket/x", "sync": "delta"}},
-        {"rollout": {"pivot": {"k": 4}}, "algo": {"source_scale": "leave_one_out"}},
+        {"rollout": {"pivot": {"k": 4}}, "algo": {"scale": "leave_one_out_by_source"}},
     ],
 )
 def test_a_file_for_many_machines_is_tried_on_this_one(

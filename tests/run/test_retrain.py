@@ -161,7 +161,7 @@ KINDS = [
     pytest.param({"kind": "ppo", "critic_warmup_steps": 1}, {"minibatches": 2}, id="ppo-own"),
     pytest.param({"kind": "ppo", "critic": "shared", "critic_warmup_steps": 0}, {"epochs": 2}, id="ppo-shared"),
     pytest.param({}, {"lora_rank": 4, "lr": 1e-1}, id="adapter"),
-    pytest.param({"kl_weight": 0.2, "reference_every": 1, "reference_decay": 0.5}, {}, id="moving-reference"),
+    pytest.param({"kl_weight": 0.2, "reference": 0.5}, {}, id="moving-reference"),
     pytest.param({"kind": "distil", "teacher": "TEACHER"}, {}, id="teacher-in-the-learner"),
     pytest.param({"distil_weight": 0.5, "distil_level": "episode"}, {"minibatches": 2}, id="journaled-teacher"),
 ]
@@ -169,7 +169,7 @@ PPO = {"kind": "ppo", "critic_warmup_steps": 0}
 SEVERAL = [
     pytest.param(PPO | {"kl_weight": 0.1}, id="critic-and-reference"),
     pytest.param({"distil_weight": 0.5, "teacher": "TEACHER"}, id="teacher"),
-    pytest.param({"kl_weight": 0.2, "reference_every": 2}, id="moving-reference"),
+    pytest.param({"kl_weight": 0.2, "reference": 2}, id="moving-reference"),
 ]
 
 
@@ -303,17 +303,16 @@ def test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not(plain: RunD
 
 
 def test_a_step_trained_otherwise_has_the_moving_reference_of_the_run(tmp_path: Path, model: Path) -> None:
-    algo = {"kl_weight": 0.5, "reference_every": 1, "reference_decay": 0.5}
+    algo = {"kl_weight": 0.5, "reference": 0.5}
     run = run_of(tmp_path / "run", model, algo=algo, train={"steps": 4, "checkpoint_every": 4})
     recorded = retrain(run, 4).metrics
     same = retrain(run, 4, settings=["algo.kl_weight=0.5"]).metrics  # the same step, through the other way
     assert same["algorithm"] == recorded["algorithm"] and same["grad_norm"] == recorded["grad_norm"]
-    with pytest.raises(ConfigError, match=r"^algo = {'kl_weight': 0, 'reference_every': 1}: .* or leave it at 0$"):
+    with pytest.raises(ConfigError, match=r"^algo = {'kl_weight': 0, 'reference': 0.5}: .* or leave it out$"):
         retrain(run, 4, settings=["algo.kl_weight=0"])
-    off = [f"algo.{name}=0" for name in ("kl_weight", "reference_every", "reference_decay")]
-    none = retrain(run, 4, settings=off)
+    none = retrain(run, 4, settings=["algo.kl_weight=0", "algo.reference=start"])
     assert "kl_reference" not in none.metrics["algorithm"]
-    new = retrain(run_of(tmp_path / "plain", model), 4, settings=["algo.kl_weight=0.5", "algo.reference_every=1"])
+    new = retrain(run_of(tmp_path / "plain", model), 4, settings=["algo.kl_weight=0.5", "algo.reference=1"])
     assert new.notes == ("the moving reference is new: the run has none of this kind",)
 
 

@@ -49,14 +49,13 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     have different algorithms, the turns of each algorithm count as an episode. Rows of different policies share no
     loss: those of each are weighed as if there were no others."""
     rows = [row for part in parts for group in part for row in group.rows]
-    alike: dict[tuple[str | None, Normalise, int], list[int]] = {}
+    alike: dict[tuple[str | None, Normalise], list[int]] = {}
     algos: list[Algorithm] = []
     numbers: dict[tuple[int, int], int] = {}
     episodes: list[int] = []  # by row, the number of its episode
     for index, row in enumerate(rows):
         algo = row.algo
-        divisor = algo.divisor if algo.normalise == "constant" else 0
-        alike.setdefault((row.policy, algo.normalise, divisor), []).append(index)
+        alike.setdefault((row.policy, algo.normalise), []).append(index)
         if algo not in algos:
             algos.append(algo)
         # Roles with different algorithms are numbered apart, though they share an episode. With one number, the
@@ -65,16 +64,16 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
         episodes.append(numbers.setdefault((row.episode_id, algos.index(algo)), len(numbers)))
     episode_counts = {key: len({episodes[index] for index in places}) for key, places in alike.items()}
     weights: list[Tensor] = [torch.zeros(0)] * len(rows)
-    for (policy, normalise, divisor), places in alike.items():
+    for (policy, normalise), places in alike.items():
         lengths = [len(rows[index].place_S) for index in places]
         episode_S = torch.cat(
             [torch.full((length,), episodes[index]) for index, length in zip(places, lengths, strict=True)]
         )
         # Over all updates at once: within one update alone, a share would depend on which groups were shuffled into it.
-        shares = token_weights(episode_S, normalise, divisor)
+        shares = token_weights(episode_S, normalise)
         # Policies have gradients of their own: another policy's episodes must not thin out this one's.
-        policy_count = sum(count for (other, *_), count in episode_counts.items() if other == policy)
-        shares = shares * (episode_counts[policy, normalise, divisor] / policy_count) * len(parts)
+        policy_count = sum(count for (other, _), count in episode_counts.items() if other == policy)
+        shares = shares * (episode_counts[policy, normalise] / policy_count) * len(parts)
         for index, weight in zip(places, shares.split(lengths), strict=True):
             weights[index] = weight
     remaining = iter(weights)

@@ -269,7 +269,7 @@ def length_drift(facts: RunFacts) -> Advice | None:
         evidence=f"{mean(now):.0f} tokens an episode, {middle(early):.0f} in the first steps (x {change:.2g}); "
         f"reward {gained:+.2f}",
         settings=(
-            "algo.normalise=constant",
+            f"algo.normalise={most}",
             *(
                 (f"rollout.max_tokens_per_turn={max(1, round(most / 2))}",)
                 if longer
