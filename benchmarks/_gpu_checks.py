@@ -169,7 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora, reference": {"algo": GRPO(kl_weight=0.1), "train": {"lora_rank": 4}, "steps": 2},
     "mixture, replayed and balanced": {"mixed": True, "train": {"balance_weight": 0.1}},
     "gradient checkpointing": {"train": {"gradient_checkpointing": True}},
-    "activations on the host": {"train": {"gradient_checkpointing": True, "offload_activations": True}},
+    "activations on the host": {"train": {"gradient_checkpointing": "offload"}},
 }
 """What is compared by name: the algorithm, settings of [train], and steps (an adapter's first step moves only B)."""
 

@@ -129,7 +129,7 @@ class EngineFleet:
         with their key; `settings.kind` says which engines they are.
 
         Raises ConfigError for a bad setting, EngineUnavailable for an engine that does not answer within
-        `engine.admin_deadline_s`."""
+        half of `engine.liveness_deadline_s`."""
         addresses = [urls] if isinstance(urls, str) else list(urls)
         if not addresses:
             raise ConfigError("urls", urls, "give the URL of an engine at least")

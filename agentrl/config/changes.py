@@ -44,7 +44,6 @@ AT_A_RESUME: Final = (
     "train.compile",
     "train.gradient_checkpointing",
     "train.logits_mb",
-    "train.offload_activations",
     "train.offload_optimizer",
     "train.routing_replay",
     "*.*_deadline_s",

@@ -18,9 +18,9 @@ from agentrl.config.sections import RewardSource
 _SERVED = ("prm", "judge", "teacher")
 _OF_KINDS = {  # settings of a reward source, and what has a use for them
     "call": ("callable", "tests"),
-    **dict.fromkeys(("command", "files", "score", "sandbox", "image", "box_s"), ("tests",)),
+    **dict.fromkeys(("command", "files", "score", "sandbox", "image"), ("tests",)),
     "gamma": ("shaping",),
-    **dict.fromkeys(("most_tokens", "margin_tokens"), ("overlong",)),
+    "margin_tokens": ("overlong",),
     **dict.fromkeys(("url", "model", "api_key_env"), _SERVED),
     **dict.fromkeys(("prompt", "envs"), ("teacher",)),
     "rubric": ("judge",),

@@ -356,10 +356,6 @@ class EngineSettings(_Section):
     """Recompute the keys and values of running requests after new weights arrive. With false, vLLM and the embedded
     engine keep the keys and values of older weights; SGLang always recomputes them."""
 
-    admin_deadline_s: Positive = 30.0
-    """Seconds for an engine to answer a request about weights, pauses or its state. It must not exceed
-    `engine.liveness_deadline_s`."""
-
     stall_s: Positive = 30.0
     """Seconds that an engine may leave a turn without a token before it is asked whether it is alive. If it does not
     answer, the turn continues at another engine."""
@@ -378,7 +374,8 @@ class EngineSettings(_Section):
     long until their first sign of life."""
 
     liveness_deadline_s: Positive = 60.0
-    """Seconds without any answer after which a replica that the run started is ended and started again."""
+    """Seconds without any answer after which a replica that the run started is ended and started again. A request
+    about weights, pauses or its state has half of them: raise it if an engine takes long to load new weights."""
 
     _own_key: EngineKey | None = PrivateAttr(default=None)
 
@@ -421,18 +418,16 @@ class EngineSettings(_Section):
         return self.gpus or [[]] * self.replicas
 
     @property
+    def admin_deadline_s(self) -> float:
+        """Seconds for one request about weights, pauses or an engine's state. An engine that takes weights may be
+        silent for so long, and must not be taken for hung."""
+        return self.liveness_deadline_s / 2
+
+    @property
     def mending_deadline_s(self) -> float:
         """Seconds within which engines that all went silent at once must serve again: seen to hang, started, and
         fitted."""
         return self.liveness_deadline_s + self.start_deadline_s + self.admin_deadline_s
-
-    @model_validator(mode="after")
-    def _of_deadlines(self) -> Self:
-        if self.liveness_deadline_s < self.admin_deadline_s:
-            least = f"engine.admin_deadline_s = {self.admin_deadline_s:g}"
-            hint = f"must be at least {least}, for which an engine that takes weights may be silent"
-            raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, hint)
-        return self
 
     @model_validator(mode="after")
     def _of_hedges(self) -> Self:
@@ -704,9 +699,8 @@ class RunConfig(WithRoles, _Section):
     def _possible_engines_of_evaluation(self) -> None:
         """Engines that measure one version, from a file of the learner's, while training goes on."""
         engine, evaluation = self.engine, self.eval
-        if evaluation.gpus and (engine.kind != "vllm" or len(evaluation.gpus) != evaluation.engines):
-            hint = f"name the GPUs of each of eval.engines = {evaluation.engines}, with vLLM alone: [[1], [2]]"
-            raise ConfigError("eval.gpus", evaluation.gpus, hint)
+        if any(evaluation.engine_gpus) and engine.kind != "vllm":
+            raise ConfigError("eval.engines", evaluation.engines, "vLLM alone takes GPUs: give the number of engines")
         if not evaluation.engines:
             return
         memory = f"engine.sync = {self.sync!r} sends weights to the engines of training alone: give 'full'"
@@ -720,7 +714,7 @@ class RunConfig(WithRoles, _Section):
             "roles with a model of their own, or past selves, have other engines: give 0": bool(
                 self.role_models or self.league_roles
             ),
-            "name its GPUs: eval.gpus = [[1]]": engine.kind == "vllm" and not evaluation.gpus,
+            "name their GPUs, as [[1], [2]]": engine.kind == "vllm" and not any(evaluation.engine_gpus),
         }
         for hint, holds in reasons.items():
             if holds:

@@ -256,19 +256,12 @@ class RewardSource(Section):
     image: str | None = None
     """Image of the boxes for tests. Without it, the default of the backend that `rewards.sandbox` names."""
 
-    box_s: Positive = 20.0
-    """Seconds that the test command may run; work that takes longer gets 0. It must be below
-    `rewards.call_deadline_s`."""
-
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount in the formula of the kind `shaping`. Give it the value of `algo.discount`."""
 
-    most_tokens: Count | None = None
-    """Number of sampled tokens in a turn from which the kind `overlong` subtracts a full 1. It must be at most
-    `rollout.max_tokens_per_turn`, which is the usual choice."""
-
     margin_tokens: Count | None = None
-    """Number of tokens before `rewards.most_tokens` over which the cost of the kind `overlong` rises from 0 to 1."""
+    """Number of tokens before `rollout.max_tokens_per_turn`, where a turn is cut, over which the cost of the kind
+    `overlong` rises from 0 to 1."""
 
     url: str | None = None
     """URL of the server, for the kinds `prm`, `judge` and `teacher`. For a teacher, `policy` means the run's own
@@ -301,14 +294,12 @@ class RewardSource(Section):
     """Factor of the source's score in the process reward of a turn. It has no effect for a teacher, whose scores are no
     part of the reward."""
 
-    version: Count = 1
-    """Version number of the source's scores. Scores of another version do not count."""
-
     concurrency: Count = 8
     """Maximum number of simultaneous calls to the source."""
 
     call_deadline_s: Positive = 30.0
-    """Seconds after which one call to the source counts as failed."""
+    """Seconds after which one call to the source counts as failed. A test command may run for two thirds of them: work
+    that takes longer gets 0, and the rest is for making its box."""
 
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of repeated calls after a failed call."""
@@ -321,6 +312,12 @@ class RewardSource(Section):
     """Treatment of an episode that lacks scores at `rewards[].deadline_s`: `drop` removes it from loss and baseline,
     `neutral` ignores all scores that this source gave it, and `partial` counts the scores that arrived. A teacher needs
     `partial`; the kind `shaping` allows `drop` and `neutral`."""
+
+    @property
+    def box_s(self) -> float:
+        """Seconds that a test command may run. Less than the call has, or work that hangs would be a failure of the
+        host, which leaves the loss, and not of the policy (law 3)."""
+        return self.call_deadline_s * 2 / 3
 
     @property
     def measure(self) -> str:
@@ -349,25 +346,19 @@ class RewardSource(Section):
             "callable": ("call",),
             "tests": ("command",),
             "judge": ("url", "rubric"),
-            "overlong": ("most_tokens", "margin_tokens"),
+            "overlong": ("margin_tokens",),
         }
         for name in needed.get(self.measure, ("url",)):
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
         if self.url is not None and not (self.kind == "teacher" and self.url == "policy"):
             check_url("rewards.url", self.url)
-        if self.measure == "tests" and self.box_s >= self.call_deadline_s:
-            hint = f"must be below rewards.call_deadline_s = {self.call_deadline_s:g}, or work that hangs is a failure"
-            raise ConfigError("rewards.box_s", self.box_s, hint)
         if self.kind == "shaping" and self.late == "partial":
             hint = "a part of the differences of a potential adds up to a reward: give 'drop' or 'neutral'"
             raise ConfigError("rewards.late", self.late, hint)
         if self.kind == "teacher" and self.late != "partial":
             hint = "a teacher that is late or refuses must not take an episode out: give 'partial'"
             raise ConfigError("rewards.late", self.late, hint)
-        if self.most_tokens and self.margin_tokens and self.margin_tokens > self.most_tokens:
-            hint = f"must be at most rewards.most_tokens = {self.most_tokens}"
-            raise ConfigError("rewards.margin_tokens", self.margin_tokens, hint)
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")
         return self
@@ -448,12 +439,9 @@ class Evaluation(Section):
     n_during: Count = 96
     """Maximum number of tasks of each set in an evaluation during training."""
 
-    engines: Annotated[int, Field(ge=0)] = 0
-    """Number of engines that only evaluate during training, beside the training engines. 0 evaluates on the training
-    engines."""
-
-    gpus: list[list[int]] = Field(default_factory=list[list[int]])
-    """GPUs of each engine of `eval.engines`, such as `[[1], [2]]`. vLLM needs them; no other engine takes them."""
+    engines: Annotated[int, Field(ge=0)] | list[Gpus] = 0
+    """Number of engines that only evaluate during training, beside the training engines, or with vLLM the GPUs of each,
+    such as `[[1], [2]]`. 0 evaluates on the training engines."""
 
     samples: Count = 1
     """Number of episodes of each task. Evaluation reports pass@k for k = 1, 2, 4, … up to this number."""
@@ -478,6 +466,11 @@ class Evaluation(Section):
             )
             raise ConfigError("eval.during", unknown[0], hint)
         return self
+
+    @property
+    def engine_gpus(self) -> list[list[int]]:
+        """The GPUs of each engine of evaluation; none where they have no GPU."""
+        return [[]] * self.engines if isinstance(self.engines, int) else self.engines
 
     @property
     def sets_during(self) -> list[HeldOut]:
@@ -508,14 +501,14 @@ def check_temperatures(engine: str, **temperatures: float | None) -> None:
 
 def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_deadline_s: float) -> None:
     """Raises ConfigError for sources of one name, one for which a run would wait until it ends as standing still, or
-    one that punishes turns longer than the `max_tokens` that there can be."""
+    one that punishes a turn from before its first of `max_tokens` on."""
     names = [source.source for source in sources]
     if len(set(names)) != len(names):
         raise ConfigError("rewards.source", names, "each source has a name of its own")
     for source in sources:
-        if source.most_tokens is not None and source.most_tokens > max_tokens:
+        if source.margin_tokens is not None and source.margin_tokens > max_tokens:
             hint = f"must be at most rollout.max_tokens_per_turn = {max_tokens}, where a turn is cut"
-            raise ConfigError("rewards.most_tokens", source.most_tokens, hint)
+            raise ConfigError("rewards.margin_tokens", source.margin_tokens, hint)
         if source.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
             raise ConfigError("rewards.deadline_s", source.deadline_s, hint)

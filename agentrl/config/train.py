@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.sections import Count, Gpus, Positive, Section
+from agentrl.config.sections import Count, Positive, Section
 from agentrl.errors import ConfigError
 
 HEADS: Final = ("num_attention_heads", "num_key_value_heads")
@@ -69,18 +69,12 @@ class ParallelPlan(Section):
     to the rank that has theirs (expert parallelism). It must divide `train.parallel.ranks`. With 1, each rank gathers
     the experts of a layer as it comes to it."""
 
-    gpus: Gpus | None = None
-    """Numbers of the GPUs of ranks 0, 1 and so on, one for each rank; `train.device` must then be "cuda". Without it,
-    the ranks take the GPUs from that of `train.device` on."""
-
     deadline_s: Positive = 120.0
     """Seconds that a rank may take to come to a collective, or to write anything of its part of a checkpoint. After
     that the learner is started again from its checkpoint, and the error names the rank that was late."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.gpus is not None and not len(set(self.gpus)) == len(self.gpus) == self.ranks:
-            raise ConfigError("train.parallel.gpus", self.gpus, f"name {self.ranks} GPUs: train.parallel.ranks")
         for name in ("tensor", "expert"):
             if self.ranks % (width := getattr(self, name)):
                 may = " or ".join(str(divisor) for divisor in range(1, self.ranks + 1) if self.ranks % divisor == 0)
@@ -153,20 +147,18 @@ class Train(Section):
     threads: Count = 1
     """Number of CPU threads for the arithmetic of the learner, in each of its ranks."""
 
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
-    """Device of the learner: "cpu", "cuda", or a GPU by its number, such as "cuda:1"."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+(,\d+)*)?)$")] = "cpu"
+    """Device of the learner: "cpu", "cuda", or GPUs by their numbers. "cuda:1" is the GPU of the first rank, from which
+    on the other ranks take theirs; "cuda:0,2,3" names the GPU of each rank (`train.parallel.ranks`)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format in which a pass computes, and in which frozen matrices are stored."""
 
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """Number format of trained matrices between passes; the embedding stays in float32. "bfloat16" needs `train.dtype =
-    "bfloat16"`, a single rank and no adapter. It saves memory only with `train.offload_optimizer` or without
-    `train.master_weights`."""
-
-    master_weights: bool = True
-    """Keeps a float32 copy of bfloat16 weights (`train.weights`), which the optimizer updates. Without the copy, each
-    update is rounded up or down at random, which saves memory and adds noise."""
+    weights: Literal["float32", "bfloat16", "bfloat16_alone"] = "float32"
+    """Number format of trained matrices between passes; the embedding stays in float32. "bfloat16" has a float32 copy
+    beside them, which the optimizer updates, and saves memory only with `train.offload_optimizer`. "bfloat16_alone" has
+    no copy: each update is rounded up or down at random, which saves memory and adds noise. Both need `train.dtype =
+    "bfloat16"`, a single rank and no adapter."""
 
     minibatches: Count = 1
     """Number of optimizer updates into which the groups of a step are divided, each with its part of the groups. With
@@ -187,13 +179,10 @@ class Train(Section):
     """Peak speed of the learner's device in TFLOP/s, of which the metric `mfu` is a share. Without it, the speed that
     the vendor states, for a known GPU with `train.dtype = "bfloat16"`; otherwise there is no `mfu`."""
 
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["offload"] = False
     """Recomputes activations in the backward pass instead of keeping them. This needs less memory and about a third
-    more computation."""
-
-    offload_activations: bool = False
-    """Keeps the inputs of layers in host memory until the backward pass: passes are slower and need less memory of the
-    device. It needs `train.gradient_checkpointing`."""
+    more computation. "offload" also keeps the inputs of layers, from which they are recomputed, in host memory: passes
+    are slower and need still less memory of the device."""
 
     compile: bool = False
     """Compiles what a layer computes, except attention, for faster passes. It takes half a minute at the start and
@@ -257,19 +246,22 @@ class Train(Section):
         return type(self).model_validate({**self.model_dump(), "parallel": parallel})
 
     @property
+    def holds_bfloat16(self) -> bool:
+        """Whether trained matrices are in bfloat16 between passes, with float32 masters or without."""
+        return self.weights != "float32"
+
+    @property
     def gpus(self) -> list[int]:
         """GPUs of the learner's ranks; none on a CPU."""
         if self.device == "cpu":
             return []
-        first = int(self.device.removeprefix("cuda").removeprefix(":") or 0)
-        return self.parallel.gpus or list(range(first, first + self.parallel.ranks))
+        first, *others = (int(number) for number in (self.device.partition(":")[2] or "0").split(","))
+        return [first, *others] if others else list(range(first, first + self.parallel.ranks))
 
     @model_validator(mode="after")
     def _of_ranks(self) -> Self:
-        if self.parallel.gpus and self.device == "cpu":
-            raise ConfigError("train.parallel.gpus", self.parallel.gpus, "the learner is on the CPU: set train.device")
-        if self.parallel.gpus and self.device != "cuda":
-            hint = f"train.parallel.gpus = {self.parallel.gpus} names the learner's GPUs: give 'cuda'"
+        if self.device != "cpu" and not len(set(self.gpus)) == len(self.gpus) == self.parallel.ranks:
+            hint = f"name one GPU, or {self.parallel.ranks}, one for each rank (train.parallel.ranks)"
             raise ConfigError("train.device", self.device, hint)
         if self.parallel.ranks > 1 and self.compile:
             hint = f"train.parallel.ranks = {self.parallel.ranks} gathers the layers that it compiles: give false"
@@ -285,29 +277,18 @@ class Train(Section):
         if self.parallel.ranks > 1 and self.optimizer == "adamw8bit":
             hint = f"{over} its blocks cannot be cut anew: give 'adamw' with train.offload_optimizer = true, or 'muon'"
             raise ConfigError("train.optimizer", self.optimizer, hint)
-        if self.parallel.ranks > 1 and self.weights == "bfloat16":
-            both = "train.weights" if self.master_weights else "train.weights and train.master_weights"
-            hint = f"{over} shards are float32 masters, and layers are gathered in bfloat16 anyway: leave {both} out"
+        if self.parallel.ranks > 1 and self.holds_bfloat16:
+            hint = f"{over} shards are float32 masters, and layers are gathered in bfloat16 anyway: leave it out"
             raise ConfigError("train.weights", self.weights, hint)
         return self
 
     @model_validator(mode="after")
     def _of_weights(self) -> Self:
-        if self.weights == "bfloat16" and self.dtype != "bfloat16":
-            raise ConfigError("train.weights", "bfloat16", f"a pass computes in {self.dtype}: set train.dtype")
-        if self.weights == "bfloat16" and self.lora_rank:
+        if self.holds_bfloat16 and self.dtype != "bfloat16":
+            raise ConfigError("train.weights", self.weights, f"a pass computes in {self.dtype}: set train.dtype")
+        if self.holds_bfloat16 and self.lora_rank:
             hint = "an adapter is trained in float32, and what is below it follows train.dtype: leave it out"
-            raise ConfigError("train.weights", "bfloat16", hint)
-        if not self.master_weights and self.weights == "float32":
-            hint = "weights in float32 are their own masters: set train.weights = 'bfloat16', or leave it out"
-            raise ConfigError("train.master_weights", False, hint)
-        return self
-
-    @model_validator(mode="after")
-    def _of_activations(self) -> Self:
-        if self.offload_activations and not self.gradient_checkpointing:
-            hint = "it moves what is kept of each layer, and without that weights too: set train.gradient_checkpointing"
-            raise ConfigError("train.offload_activations", True, hint)
+            raise ConfigError("train.weights", self.weights, hint)
         return self
 
     @model_validator(mode="after")

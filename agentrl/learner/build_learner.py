@@ -48,7 +48,7 @@ def device_of(train: Train) -> torch.device:
             raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
         hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
         raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
-    return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
+    return torch.device("cuda", train.gpus[0]) if train.gpus else torch.device("cpu")
 
 
 def ranks_of(train: Train, start_s: float, progress: Callable[[], None], *, ends: Callable[[str], None]) -> Ranks:

@@ -155,7 +155,7 @@ def _factors(device: torch.device) -> Tensor:
 
 def circumstances(train: Train) -> dict[str, str | int | bool]:
     """On what the bits of a step depend besides its data and settings: another order of a sum rounds differently."""
-    device = torch.device(train.device)
+    device = torch.device("cuda", train.gpus[0]) if train.gpus else torch.device("cpu")
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return {
         "torch": torch.__version__,

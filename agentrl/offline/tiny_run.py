@@ -125,7 +125,7 @@ def _on_one_cpu(
         train.pop("routing_replay", None)
     engine |= {"dtype": "float32"}
     train |= {"device": "cpu", "dtype": "float32", "compile": False}
-    for name in ("parallel", "weights", "master_weights", "attention"):
+    for name in ("parallel", "weights", "attention"):
         train.pop(name, None)
     document.pop("cluster", None)
     buffer = {**document.get("buffer", {}), "groups_per_step": groups}
@@ -153,7 +153,7 @@ def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
 
 def _short(source: dict[str, Any]) -> dict[str, Any]:
     """A source of rewards for short turns."""
-    return source | {"most_tokens": _TURN, "margin_tokens": 1} if source["kind"] == "overlong" else source
+    return source | {"margin_tokens": 1} if source["kind"] == "overlong" else source
 
 
 def noise(trajectory: Trajectory) -> float:

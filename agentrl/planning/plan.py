@@ -507,9 +507,8 @@ def _no_turns(config: RunConfig, bytes_: MemoryBudget, memory_bytes: int, host_b
 def main() -> None:
     """Read a run's configuration from standard input, and print why its GPU cannot hold its learner, if so."""
     config = from_json(sys.stdin.read())
-    device = torch.device(config.train.device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        print(refusal(config, torch.cuda.get_device_properties(device).total_memory, free_bytes()) or "", end="")
+    if (gpus := config.train.gpus) and torch.cuda.is_available():
+        print(refusal(config, torch.cuda.get_device_properties(gpus[0]).total_memory, free_bytes()) or "", end="")
 
 
 if __name__ == "__main__":

@@ -50,19 +50,21 @@ log = logging.getLogger(__name__)
 def rewarder_of(
     settings: RewardSource,
     *,
+    turn_tokens: int = 0,
     artifacts_of: ArtifactsOf | None = None,
     teacher_of: Callable[[RewardSource], TurnRewarder] | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> TurnRewarder:
     """Make the rewarder of a source. A model reads up to the turn's action; a callable also gets the environment's
-    answer; tests get the turn's artifacts. `teacher_of` makes a teacher. `transport` takes the place of the network.
+    answer; tests get the turn's artifacts. A turn is cut at `turn_tokens`. `teacher_of` makes a teacher. `transport`
+    takes the place of the network.
 
     Raises UsageError for a reference that cannot be imported and for tests that cannot be read."""
     if settings.kind == "teacher":
         assert teacher_of is not None, "a run makes its teachers"
         return teacher_of(settings)
     if settings.measure == "overlong":
-        return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
+        return Overlong(turn_tokens, settings.margin_tokens or 0)
     if settings.measure in ("callable", "tests"):
         if settings.measure == "tests":
             rewarder: TurnRewarder = BoxTests(settings, artifacts_of or _none)

@@ -161,7 +161,7 @@ def declare(config: RunConfig, store: RunStore) -> None:
         [
             Source(
                 name=source.source,
-                version=source.version,
+                version=_FIRST_VERSION,
                 weight=0.0 if source.kind == "teacher" else source.weight,
                 deadline_s=source.deadline_s,
                 late=source.late,
@@ -176,7 +176,12 @@ async def serve(config: RunConfig, store: RewardStore) -> None:
     async with trio.open_nursery() as nursery:
         for settings in config.rewards:
             teacher = partial(teacher_of, config, store.meta)
-            ask = rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher)
+            ask = rewarder_of(
+                settings,
+                turn_tokens=config.rollout.max_tokens_per_turn,
+                artifacts_of=store.artifacts,
+                teacher_of=teacher,
+            )
             nursery.start_soon(Scorer(settings, store, ask).serve)
 
 
@@ -220,6 +225,7 @@ def failures(store: RunStore) -> list[ScoreFailures]:
     return totals(row.values for row in store.metrics.values(KIND, undone=True))
 
 
+_FIRST_VERSION = 1  # of the scores that training uses; `rescore` writes later ones beside them
 _EDGE = 10  # steps at the begin and the end of a run
 
 
@@ -256,11 +262,13 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     Raises UsageError for a source that the run file does not name."""
     settings = _named(config, source)
     earlier_versions = [score.version for score in store.scores.recorded(source)]
-    version = max([settings.version, *earlier_versions]) + 1
+    version = max([_FIRST_VERSION, *earlier_versions]) + 1
     shared_backend.configure(config.sandbox.arguments())
     desk = JournalWriter(store)
     teacher = partial(teacher_of, config, desk.meta)
-    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=desk.artifacts, teacher_of=teacher))
+    turn_tokens = config.rollout.max_tokens_per_turn
+    rewarder = rewarder_of(settings, turn_tokens=turn_tokens, artifacts_of=desk.artifacts, teacher_of=teacher)
+    scorer = Scorer(settings, desk, rewarder)
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
 
     async def score(turn: str) -> None:

@@ -28,7 +28,7 @@ from tests.parts.outside_audit import OutsideAuditor
 
 SETTINGS = {
     "rollout": {"workers": 2, "lease_s": 24.0},
-    "engine": {"liveness_deadline_s": 10.0, "admin_deadline_s": 8.0},
+    "engine": {"liveness_deadline_s": 16.0},
     "train": {"steps": 160, "checkpoint_every": 5, "liveness_deadline_s": 10.0},
     "eval": {"sets": []},
 }

@@ -161,7 +161,7 @@ def test_a_store_that_hangs_is_waited_for_no_longer_than_said(monkeypatch: pytes
         release.wait()
 
     monkeypatch.setattr(object_store, "_file_system", hangs)
-    with pytest.raises(WeightSyncError, match=r"did not answer within 0\.05 s \(engine\.admin_deadline_s\)"):
+    with pytest.raises(WeightSyncError, match=r"did not answer within 0\.05 s \(half of engine\.liveness_deadline_s\)"):
         object_store.check("file:///nowhere", deadline_s=0.05)
     release.set()
 

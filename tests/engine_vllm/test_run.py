@@ -43,7 +43,7 @@ kind = "vllm"
 max_batch = 16
 kv_cache_mb = 64
 start_deadline_s = 500.0
-admin_deadline_s = 60.0
+liveness_deadline_s = 120.0
 [buffer]
 groups_per_step = 2
 skip_without_signal = false

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         GRPO(),
         {"dtype": "bfloat16", "weights": "bfloat16", "offload_optimizer": True, "logits_mb": 8},
     ),
-    "no masters": (GRPO(), {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": False, "logits_mb": 8}),
+    "no masters": (GRPO(), {"dtype": "bfloat16", "weights": "bfloat16_alone", "logits_mb": 8}),
 }
 
 

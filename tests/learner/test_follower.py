@@ -71,9 +71,9 @@ def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwe
     assert not all(torch.equal(tensor, leaders(copied)[name]) for name, tensor in older.items())
 
 
-@pytest.mark.parametrize("masters", [True, False])
-def test_an_average_follows_weights_in_bfloat16(qwen3_dir: Path, masters: bool) -> None:
-    train = {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": masters}
+@pytest.mark.parametrize("weights", ["bfloat16", "bfloat16_alone"])
+def test_an_average_follows_weights_in_bfloat16(qwen3_dir: Path, weights: str) -> None:
+    train = {"dtype": "bfloat16", "weights": weights}
     learner = learner_of(qwen3_dir, train, kl_weight=0.1, reference=0.75)
     before = learner.models.moving["reference"].tensors()
     before = {name: tensor.double().clone() for name, tensor in before.items()}

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.config import Train
-from agentrl.errors import ConfigError
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.model.policy import PolicyModel
 
@@ -52,8 +50,3 @@ def test_offloading_moves_the_inputs_of_layers_and_changes_no_gradient(
         before = len(Counted.moved)
         policy.logprobs(pack, temperature=0.7)
     assert len(Counted.moved) == before
-
-
-def test_offloading_without_checkpointing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.offload_activations = True: .*set train\.gradient_checkpointing"):
-        Train(offload_activations=True)

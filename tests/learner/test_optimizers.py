@@ -124,7 +124,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "muon, away": {"optimizer": "muon", "offload_optimizer": True},
     "masters": {"dtype": "bfloat16", "weights": "bfloat16"},
     "masters, away": {"dtype": "bfloat16", "weights": "bfloat16", "offload_optimizer": True},
-    "at random": {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": False},
+    "at random": {"dtype": "bfloat16", "weights": "bfloat16_alone"},
     "8 bits": {"optimizer": "adamw8bit"},
     "8 bits, masters": {"optimizer": "adamw8bit", "dtype": "bfloat16", "weights": "bfloat16"},
 }
@@ -222,17 +222,13 @@ NARROW = {"weights": "bfloat16", "dtype": "bfloat16"}
     [
         ({"weights": "bfloat16"}, r"train\.weights.*train\.dtype"),
         ({**NARROW, "lora_rank": 2}, r"train\.weights.*adapter"),
-        ({"master_weights": False}, r"train\.master_weights.*train\.weights = 'bfloat16'"),
         ({"optimizer": "adamw8bit", "offload_optimizer": True}, r"train\.offload_optimizer.*8 bits.*'adamw'"),
         (
             {"optimizer": "adamw8bit", "parallel": {"ranks": 2}},
             r"train\.optimizer.*2 ranks.*'adamw' with train\.offload_optimizer = true, or 'muon'",
         ),
-        ({**NARROW, "parallel": {"ranks": 2}}, r"train\.weights.*gathered in bfloat16.*leave train\.weights out"),
-        (
-            {**NARROW, "master_weights": False, "parallel": {"ranks": 2}},
-            r"leave train\.weights and train\.master_weights out",
-        ),
+        ({**NARROW, "parallel": {"ranks": 2}}, r"train\.weights.*gathered in bfloat16.*leave it out"),
+        ({**NARROW, "weights": "bfloat16_alone", "parallel": {"ranks": 2}}, r"train\.weights.*leave it out"),
     ],
 )
 def test_what_an_optimizer_cannot_do_is_refused(given: dict[str, Any], says: str) -> None:

@@ -129,9 +129,8 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
 @each_case(
     ("train", "text"),
     [
-        ({"parallel": {"ranks": 2, "gpus": [0]}}, "train.parallel.gpus = [0]: name 2 GPUs"),
-        ({"parallel": {"ranks": 2, "gpus": [0, 1]}}, "the learner is on the CPU: set train.device"),
-        ({"device": "cuda:1", "parallel": {"ranks": 2, "gpus": [0, 1]}}, "train.device = 'cuda:1'"),
+        ({"device": "cuda:0,1", "parallel": {"ranks": 3}}, "train.device = 'cuda:0,1': name one GPU, or 3"),
+        ({"device": "cuda:1,1", "parallel": {"ranks": 2}}, "train.device = 'cuda:1,1': name one GPU, or 2"),
         ({"compile": True, "parallel": {"ranks": 2}}, "train.compile = True"),
         (
             {"parallel": {"ranks": 4, "tensor": 3}},

@@ -212,7 +212,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "several updates": (GRPO(kl_weight=0.1, entropy_weight=0.01), {"minibatches": 2, "epochs": 2}),
     "moving, recomputed": (
         GRPO(kl_weight=0.1, reference=1, observation_weight=0.1),
-        {"gradient_checkpointing": True, "offload_activations": True},
+        {"gradient_checkpointing": "offload"},
     ),
     "own critic": (PPO(critic="own", critic_warmup_steps=0), {}),
     "shared critic": (PPO(critic="shared", critic_warmup_steps=0), {"gradient_checkpointing": True}),

@@ -85,7 +85,7 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "hidden.py").write_text(TESTS)
     worked(store, HALF, RIGHT, WRONG, b"import os; os._exit(0)", b"while True: pass")
-    scorer = scorer_of(store, files=str(tmp_path / "tests"), box_s=8.0)  # in which a busy machine starts Python, too
+    scorer = scorer_of(store, files=str(tmp_path / "tests"), call_deadline_s=12.0)  # a busy machine starts Python, too
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
         await eventually(lambda: len(store.scores.recorded()) == 5)
@@ -225,7 +225,7 @@ async def test_a_host_that_hangs_is_the_sources_failure_and_no_score(
 
 async def test_tests_may_depend_on_the_task_and_equal_work_is_tested_once(store: RunStore) -> None:
     worked(store, RIGHT, RIGHT, WRONG)
-    scorer = scorer_of(store, sandbox=f"{HERE}:Fake", call=f"{HERE}:hidden", box_s=7.0)
+    scorer = scorer_of(store, sandbox=f"{HERE}:Fake", call=f"{HERE}:hidden", call_deadline_s=10.5)
     for index in range(3):
         assert await scorer.score(f"1.0.{index}") == 1.0
     runs = [spec for spec in rewritten() if spec.files]
@@ -274,7 +274,6 @@ def test_artifacts_are_those_of_the_last_holder_and_leave_with_the_tokens(store:
     ("changes", "said"),
     [
         ({"command": []}, r"rewards\.command = \[\]: a source of kind 'tests' needs it"),
-        ({"box_s": 30.0}, r"rewards\.box_s = 30\.0: must be below rewards\.call_deadline_s = 30"),
     ],
 )
 def test_tests_that_cannot_be_run_are_refused(changes: dict[str, Any], said: str) -> None:

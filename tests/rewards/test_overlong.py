@@ -26,8 +26,8 @@ def punished(*lengths: int) -> float:
         )
         for at, n in enumerate(lengths)
     ]
-    settings = RewardSource(source="length", kind="overlong", most_tokens=10, margin_tokens=4)
-    found = rewarder_of(settings)(episode((), *turns))
+    settings = RewardSource(source="length", kind="overlong", margin_tokens=4)
+    found = rewarder_of(settings, turn_tokens=10)(episode((), *turns))
     assert isinstance(found, float)
     return found
 
@@ -55,9 +55,8 @@ def test_its_gradient_is_that_of_the_return_with_it() -> None:
 @each_case(
     ("given", "said"),
     [
-        ({"most_tokens": 64}, r"rewards\.margin_tokens = None: a source of kind 'overlong' needs it"),
-        ({"most_tokens": 64, "margin_tokens": 65}, r"margin_tokens = 65: must be at most rewards\.most_tokens = 64"),
-        ({"most_tokens": 65, "margin_tokens": 8}, r"most_tokens = 65: .*rollout\.max_tokens_per_turn = 64"),
+        ({}, r"rewards\.margin_tokens = None: a source of kind 'overlong' needs it"),
+        ({"margin_tokens": 65}, r"margin_tokens = 65: must be at most rollout\.max_tokens_per_turn = 64"),
     ],
 )
 def test_a_punishment_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:

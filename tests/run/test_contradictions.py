@@ -64,7 +64,7 @@ def parsed(given: list[str], **sections: Any) -> configuration.RunConfig:
     [
         ({"rubric": "Is it short?", "gamma": 0.5}, "gamma, rubric"),
         ({"kind": "callable", "call": "m:f"}, "url"),
-        ({"kind": "shaping", "call": "m:f", "box_s": 5.0}, "box_s, url"),
+        ({"kind": "shaping", "call": "m:f", "image": "python:3.12"}, "image, url"),
         ({"kind": "teacher", "late": "partial", "weight": 2.0}, "weight"),
     ],
 )

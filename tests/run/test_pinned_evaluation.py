@@ -171,7 +171,7 @@ def test_weights_are_kept_for_every_kth_step_but_the_last() -> None:
     ("given", "says"),
     [
         ({"engine": {"urls": ["http://h:1"]}}, "the run starts no engines beside engine.urls: leave them out"),
-        ({"engine": {"kind": "vllm"}}, r"name its GPUs: eval.gpus = \[\[1\]\]"),
+        ({"engine": {"kind": "vllm"}}, r"name their GPUs, as \[\[1\], \[2\]\]"),
         ({"cluster": {"launcher": "ray"}}, "on Ray it shares the engines of training: give 0"),
     ],
 )

@@ -293,7 +293,7 @@ def memory_publisher(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> WeightP
             "engine": {
                 "kind": "vllm",
                 "sync": "nccl",
-                "admin_deadline_s": 7.0,
+                "liveness_deadline_s": 14.0,
                 "recompute_kv": True,
                 "start_deadline_s": 30,
             },

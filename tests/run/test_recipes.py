@@ -189,7 +189,7 @@ VLLM, CUDA = {"kind": "vllm", "dtype": "bfloat16"}, {"device": "cuda", "dtype": 
             "train": CUDA | {"parallel": {"ranks": 2}},
             "rollout": {"workers": 8},
         },
-        {"engine": VLLM, "train": CUDA | {"weights": "bfloat16", "master_weights": False}},
+        {"engine": VLLM, "train": CUDA | {"weights": "bfloat16_alone"}},
         {"engine": VLLM | {"colocated": True}, "train": CUDA},
         {"engine": {"weights_url": "s3://bucket/x", "sync": "delta"}},
         {"rollout": {"pivot": {"k": 4}}, "algo": {"scale": "leave_one_out_by_source"}},
@@ -220,7 +220,7 @@ def test_other_models_are_the_tiny_one_and_what_only_gpus_compute_is_left_out(
         "train": CUDA | {"attention": "flex"},
         "algo": {"kind": "distil", "teacher": large},
         "roles": [{"name": "other", "model": large, "algo": {"kind": "distil", "teacher": large}}],
-        "rewards": [{"source": "long", "kind": "overlong", "most_tokens": 64, "margin_tokens": 32}],
+        "rewards": [{"source": "long", "kind": "overlong", "margin_tokens": 32}],
     }
     tiny = shrunk(configuration.parse(run), tmp_path)
     made = str(tmp_path)
@@ -228,4 +228,4 @@ def test_other_models_are_the_tiny_one_and_what_only_gpus_compute_is_left_out(
     assert tiny.rollout.roles == {"judge": made, "first": "frozen", "guest": "http://host:1"}
     assert [algo.slots.frozen for algo in tiny.algorithms.values()] == [{"teacher": made}] * 2
     assert tiny.train.attention == "auto", "flex has no gradients on a CPU"
-    assert [one.most_tokens for one in tiny.rewards] == [tiny.rollout.max_tokens_per_turn, None]
+    assert [one.margin_tokens for one in tiny.rewards] == [1, None]

@@ -377,7 +377,7 @@ def engines_of(run: RunDir) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.long
 def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_run_goes_on(tmp_path: Path) -> None:
-    engine = {"replicas": 2, "liveness_deadline_s": 30.0, "admin_deadline_s": 15.0}  # one that is only slow is well
+    engine = {"replicas": 2, "liveness_deadline_s": 30.0}  # one that is only slow is well
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 50}, engine=engine)
     run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=20)
     with started("train", file, "--out", run.path, *gate.arguments) as process:

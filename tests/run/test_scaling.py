@@ -260,7 +260,7 @@ async def test_an_engine_that_joins_waits_for_weights_and_proof_but_not_for_ever
         async def weights() -> ServedWeights:
             raise AssertionError
 
-        deadlines = dict.fromkeys(("start_deadline_s", "liveness_deadline_s", "admin_deadline_s"), 1.0)
+        deadlines = dict.fromkeys(("start_deadline_s", "liveness_deadline_s"), 1.0)
         config = parse({"model": "m", "env": {"id": "e"}, "engine": deadlines})
         child: Any = Runs()
         return SupervisedEngine(child=child, port=1, scratch=tmp_path, config=config, weights=weights)

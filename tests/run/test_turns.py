@@ -137,7 +137,7 @@ async def test_an_engine_that_cannot_sleep_is_tried_again_and_may_be_mended_mean
     await table.turns.begin(table.urls)
     assert looks == [True, True, True] and table.server.asleep
     (await table.turns.end()).let_go()
-    table.turns._settings = EngineSettings(admin_deadline_s=0.01, liveness_deadline_s=0.02, start_deadline_s=0.05)
+    table.turns._settings = EngineSettings(liveness_deadline_s=0.02, start_deadline_s=0.05)
     table.server.mend()
     table.server.answers["/sleep"] = 500, b"{}"
     with pytest.raises(

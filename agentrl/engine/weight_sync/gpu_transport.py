@@ -155,7 +155,8 @@ class _Calls:
             self._over = True
         names = ", ".join(engine.url for engine in self._engines)
         raise self._refusal or WeightSyncError(
-            f"{names} did not take version {self._version} within {self._deadline_s:g} s (engine.admin_deadline_s)"
+            f"{names} did not take version {self._version} within {self._deadline_s:g} s (half of "
+            "engine.liveness_deadline_s)"
         )
 
     async def post(

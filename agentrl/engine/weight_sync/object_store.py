@@ -149,7 +149,7 @@ class ObjectFolder:
         try:
             answer, error = answers.get(timeout=self._deadline_s)
         except queue.Empty:
-            within = f"within {self._deadline_s:g} s (engine.admin_deadline_s)"
+            within = f"within {self._deadline_s:g} s (half of engine.liveness_deadline_s)"
             raise WeightSyncError(f"cannot {doing}: the store did not answer {within}") from None
         if error is not None:
             raise WeightSyncError(f"cannot {doing}: {type(error).__name__}: {error}") from error

@@ -111,7 +111,8 @@ class WeightTransport(Protocol):
     async def deliver(self, engines: Sequence[EngineClient], parcel: Any, base: Any) -> PushReport:
         """Have engines serve the parcel. `base` is the parcel that they serve, if that is the one sent before. A file
         or an adapter is delivered to one engine at a time, to several in parallel tasks; memory to all together. Each
-        call to an engine has `engine.admin_deadline_s`. Raises EngineError if one has not confirmed the version."""
+        call to an engine has half of
+        `engine.liveness_deadline_s`. Raises EngineError if one has not confirmed the version."""
         ...
 
     def missed(self, *, by_all: bool) -> None:

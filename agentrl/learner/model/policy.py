@@ -122,7 +122,7 @@ class PolicyModel:
         self._offloading, self._ranks, self._logits_bytes = offloading, ranks, logits_mb << 20
         self._images = _images_of(folder, ranks, adapter)
         self.module = load(folder, ranks, ATTENTION)
-        wide = held if held is not None and held.weights == "bfloat16" else None
+        wide = held if held is not None and held.holds_bfloat16 else None
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
         if self._narrow:
             embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
@@ -490,7 +490,7 @@ def _hold_in(
                 exact = parameter.detach()
                 setattr(part, name, converted := nn.Parameter(exact.to(dtype), parameter.requires_grad))
                 if trained is not None:
-                    master_weights.give(converted, exact if trained.master_weights else None)
+                    master_weights.give(converted, exact if trained.weights == "bfloat16" else None)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
                 return None
         weights = _weights(run, config)
         deadline_s = min(config.engine.admin_deadline_s, _PUSH_S)
-        short = config.engine.model_copy(update={"admin_deadline_s": deadline_s})
+        short = config.engine.model_copy(update={"liveness_deadline_s": 2 * deadline_s})
         await attach(url, weights, config.model_copy(update={"engine": short}), fresh=False)
     except AgentRLError as error:
         return f"{url} may still be paused ({error}): go on with agentrl train --resume {run.path}, or restart it"

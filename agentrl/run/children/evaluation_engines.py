@@ -25,8 +25,7 @@ class EvaluationEngines:
     async def start(self) -> None:
         """Start them one after the other; return when all serve the version that is pinned now."""
         run, config = self.engines.run, self.engines.config
-        for number in range(config.eval.engines):
-            gpus = config.eval.gpus[number] if config.eval.gpus else ()
+        for number, gpus in enumerate(config.eval.engine_gpus):
             name = f"engine-eval-{number}"
             engine = self.engines.create(name, lambda _: pinned.weights_of(run, config), gpus, folder=run.path)
             await engine.up()

@@ -25,7 +25,7 @@ def engine_left_behind(facts: RunFacts) -> Advice | None:
         name="engine_left_behind",
         cause="an engine has not taken the last weights, so its tokens are old",
         evidence=f"engines_behind = {counts} in the last {len(facts.recent)} steps",
-        settings=(f"engine.admin_deadline_s={2 * facts.config.engine.admin_deadline_s:g}",),
+        settings=(f"engine.liveness_deadline_s={2 * facts.config.engine.liveness_deadline_s:g}",),
         commands=(f"agentrl logs {facts.path} engine-0", f"agentrl status {facts.path}"),
     )
 
