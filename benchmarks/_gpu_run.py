@@ -74,7 +74,7 @@ def vllm(bench: Bench) -> Iterator[Row]:
     if bench.device == "cuda":
         yield _trained(bench, "vllm-ipc", [*shared, "engine.sync=ipc"])
         if torch.cuda.device_count() > 1:
-            yield _trained(bench, "vllm-nccl", [*shared, "engine.sync=nccl", "engine.gpus=[[1]]"])
+            yield _trained(bench, "vllm-nccl", [*shared, "engine.sync=nccl", "engine.replicas=[[1]]"])
         else:
             yield {"run": "vllm-nccl", "note": "needs a second GPU"}
 

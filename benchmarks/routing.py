@@ -1,7 +1,7 @@
 """How far log-probs of vLLM and of the learner differ: of a dense model, and of a mixture with and without replay.
 
 `python benchmarks/routing.py` starts a real vLLM (its CPU build will do) for each model and dtype, samples episodes of
-two turns from it, and makes one learner step on them at lag 0 with each setting of `train.routing_replay`. What it
+two turns from it, and makes one learner step on them at lag 0 with each value of `engine.routed_experts`. What it
 prints are the step's own metrics `mismatch` (fresh tokens, in nats) and `routing`.
 """
 
@@ -149,8 +149,8 @@ def stepped(folder: Path, groups: list[Group], dtype: Any, replay: str) -> StepR
     config = RunConfig(
         model=str(folder),
         env=EnvSource(id="bench/none"),
-        engine=EngineSettings(kind="vllm", routed_experts=replay == "on"),
-        train=Train.model_validate({"dtype": dtype, "routing_replay": replay}),
+        engine=EngineSettings(kind="vllm", routed_experts="required" if replay == "on" else False),
+        train=Train.model_validate({"dtype": dtype}),
     )
     return Learner(config.learner, folder).step(groups, step_of=lambda _: 0)
 

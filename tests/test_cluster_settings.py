@@ -20,7 +20,7 @@ def parsed(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("sections", "field"),
     [
-        ({"engine": {"kind": "vllm", "gpus": [[0]]}}, "engine.gpus"),
+        ({"engine": {"kind": "vllm", "replicas": [[0]]}}, "engine.replicas"),
         ({"cluster": {"engine": {"gpus": 1}}}, "cluster.engine.gpus"),
         ({"engine": {"kind": "vllm", "sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"train": {"device": "cuda"}}, "cluster.learner.gpus"),

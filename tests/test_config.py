@@ -60,7 +60,6 @@ def test_a_missing_model_is_required() -> None:
         ({"train": {"lora_rank": 1024}, "engine": {"kind": "vllm"}}, "train.lora_rank"),
         ({"engine": {"sync": "delta"}}, "engine.sync"),
         ({"engine": {"routed_experts": True}}, "engine.routed_experts"),
-        ({"train": {"routing_replay": "on"}}, "train.routing_replay"),
         ({"engine": {"sync": "nccl"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"engine": {"sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"train": {"device": "tpu"}}, "train.device"),
@@ -93,11 +92,17 @@ def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, st
         ("ipc", {"device": "cpu"}, {}, "train.device", "give 'cuda', or engine.sync = 'auto'"),
         ("nccl", {"device": "cuda"}, {}, "train.device", "on GPU 0: give the learner another one, as 'cuda:1'"),
         ("nccl", {"device": "cuda:0"}, {}, "train.device", "or engine.sync = 'ipc' to share one"),
-        ("nccl", {"device": "cuda:2"}, {"gpus": [[0], [1, 2]]}, "train.device", "engines are on GPU 0, 1, 2: give the"),
-        ("nccl", {"device": "cuda:1"}, {"replicas": 2}, "engine.gpus", "give each replica its own"),
-        ("nccl", {"device": "cuda:3"}, {"gpus": [[0, 1], [1]]}, "engine.gpus", "give each replica its own"),
+        (
+            "nccl",
+            {"device": "cuda:2"},
+            {"replicas": [[0], [1, 2]]},
+            "train.device",
+            "engines are on GPU 0, 1, 2",
+        ),
+        ("nccl", {"device": "cuda:1"}, {"replicas": 2}, "engine.replicas", "give each replica its own"),
+        ("nccl", {"device": "cuda:3"}, {"replicas": [[0, 1], [1]]}, "engine.replicas", "give each replica its own"),
         ("ipc", {"device": "cuda:1"}, {}, "train.device", "have the learner and all engines on it, or give 'nccl'"),
-        ("ipc", {"device": "cuda"}, {"gpus": [[0], [1]]}, "train.device", "on GPU 0, 1, and 'ipc' shares one"),
+        ("ipc", {"device": "cuda"}, {"replicas": [[0], [1]]}, "train.device", "on GPU 0, 1, and 'ipc' shares one"),
     ],
 )
 def test_weights_cannot_go_from_memory_to_memory_everywhere(
@@ -112,9 +117,9 @@ def test_weights_cannot_go_from_memory_to_memory_everywhere(
     [
         ("nccl", "cuda:1", {}),
         ("nccl", "cuda", {"urls": ["http://a:1", "http://b:1"]}),
-        ("nccl", "cuda:3", {"gpus": [[0], [1, 2]]}),
+        ("nccl", "cuda:3", {"replicas": [[0], [1, 2]]}),
         ("ipc", "cuda", {"replicas": 2}),
-        ("ipc", "cuda:1", {"gpus": [[1], [1]]}),
+        ("ipc", "cuda:1", {"replicas": [[1], [1]]}),
         ("ipc", "cuda:3", {"urls": ["http://127.0.0.1:1"]}),
     ],
 )
@@ -126,12 +131,11 @@ def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engi
 @each_case(
     ("engine", "field", "hint"),
     [
-        ({"gpus": [[0]]}, "engine.gpus", "for replicas of vLLM that the run starts"),
-        ({"kind": "vllm", "urls": ["http://a:1"], "gpus": [[0]]}, "engine.gpus", "leave it out"),
-        ({"kind": "vllm", "replicas": 3, "gpus": [[0], [1]]}, "engine.replicas", "engine.gpus names 2"),
-        ({"kind": "vllm", "gpus": [[0, 0]]}, "engine.gpus", "takes each of its GPUs once"),
-        ({"kind": "vllm", "gpus": [[]]}, "engine.gpus.0", "at least 1"),
-        ({"kind": "vllm", "gpus": [[-1]]}, "engine.gpus.0.0", "greater than or equal to 0"),
+        ({"replicas": [[0]]}, "engine.replicas", "for replicas of vLLM or SGLang that the run starts"),
+        ({"kind": "vllm", "urls": ["http://a:1"], "replicas": [[0]]}, "engine.replicas", "leave it out"),
+        ({"kind": "vllm", "replicas": [[0, 0]]}, "engine.replicas", "takes each of its GPUs once"),
+        ({"kind": "vllm", "replicas": [[]]}, "engine.replicas", "at least 1"),
+        ({"kind": "vllm", "replicas": [[-1]]}, "engine.replicas", "greater than or equal to 0"),
     ],
 )
 def test_gpus_that_cannot_be_placed_are_refused(engine: dict[str, object], field: str, hint: str) -> None:
@@ -140,7 +144,10 @@ def test_gpus_that_cannot_be_placed_are_refused(engine: dict[str, object], field
 
 
 def test_a_replica_for_each_entry_of_gpus() -> None:
-    assert config.parse({**MINIMAL, "engine": {"kind": "vllm", "gpus": [[0], [1, 2]]}}).engine.places == [[0], [1, 2]]
+    assert config.parse({**MINIMAL, "engine": {"kind": "vllm", "replicas": [[0], [1, 2]]}}).engine.places == [
+        [0],
+        [1, 2],
+    ]
     assert config.parse({**MINIMAL, "engine": {"kind": "vllm", "replicas": 2}}).engine.places == [[], []]
 
 
@@ -256,6 +263,28 @@ def test_an_engine_is_not_taken_for_hung_while_it_may_take_weights() -> None:
     assert engine.mending_deadline_s == 90 + 45 + engine.start_deadline_s
 
 
+@each_case(
+    ("section", "field", "hint"),
+    [
+        (
+            {"algo": {"kl_weight": 0.1, "reference": 1.5}},
+            "algo.reference",
+            "should be 'start', or should be a valid integer",
+        ),
+        ({"engine": {"kind": "vllm", "replicas": [[]]}}, "engine.replicas", "a valid integer, or .* at least 1 item"),
+        (
+            {"train": {"gradient_checkpointing": "on"}},
+            "train.gradient_checkpointing",
+            "boolean, or should be 'offload'",
+        ),
+    ],
+)
+def test_a_setting_of_several_kinds_names_itself_and_each_kind(section: Any, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as caught:
+        config.parse({**MINIMAL, **section})
+    assert caught.value.field == field
+
+
 def test_a_scale_by_siblings_alone_needs_two_of_them() -> None:
     algo = {"scale": "leave_one_out_by_source"}
     document = {"model": "agentrl/tiny-coder", "env": {"id": "x"}, "algo": algo, "rollout": {"group_size": 2}}
@@ -315,7 +344,7 @@ def test_a_temperature_that_vllm_would_change_is_refused(section: str, value: fl
 OFF = [
     ("alarms.kl_above", "alarms.ess_below"),
     ("eval.top_p", "algo.critic_lr"),
-    ("train.grad_clip", "train.peak_tflops"),
+    ("train.grad_clip", "train.lora_alpha"),
     ("rollout.max_turns", "curriculum"),
 ]
 RUN_FILE = """

@@ -108,7 +108,7 @@ class EngineFleet:
         async with AsyncExitStack() as stack:
             urls: list[str] = []
             for place in chosen.places:
-                replica = chosen.model_copy(update={"replicas": 1, "gpus": [place] if place else []})
+                replica = chosen.model_copy(update={"replicas": [place] if place else 1})
                 running = running_engine(folder, replica, door=Door(), max_context=max_context)
                 url, _ = await stack.enter_async_context(running)
                 urls.append(url)

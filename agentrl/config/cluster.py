@@ -26,7 +26,7 @@ class EnginePlaces(Section):
 
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that Ray reserves for each engine; vLLM splits its layers over several. It must be 0 with
-    `cluster.launcher = "local"`, where `engine.gpus` names the GPUs."""
+    `cluster.launcher = "local"`, where `engine.replicas` names the GPUs."""
 
     cpus: Positive = 1.0
     """Number of CPUs that Ray reserves for each engine."""
@@ -169,7 +169,7 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
     if cluster.controller is not None:
         _check_controller(cluster, cluster.controller, engine, train, several=several)
     if not cluster.on_ray:
-        for name, field in (("engine", "engine.gpus"), ("learner", "train.device")):
+        for name, field in (("engine", "engine.replicas"), ("learner", "train.device")):
             if gpus := getattr(cluster, name).gpus:
                 hint = (
                     f"Ray gives them away: give cluster.launcher = 'ray', or leave it out; {field} is for this machine"
@@ -177,8 +177,8 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
                 raise ConfigError(f"cluster.{name}.gpus", gpus, hint)
         return
     if engine.gpus:
-        hint = "Ray chooses them: leave it out, and give cluster.engine = { gpus = 1 }"
-        raise ConfigError("engine.gpus", engine.gpus, hint)
+        hint = "Ray chooses GPUs: give the number of engines, and cluster.engine = { gpus = 1 }"
+        raise ConfigError("engine.replicas", engine.gpus, hint)
     if cluster.engine.gpus and (engine.kind == "embedded" or engine.urls):
         hint = "it is for replicas of vLLM that the run starts: give 0"
         raise ConfigError("cluster.engine.gpus", cluster.engine.gpus, hint)

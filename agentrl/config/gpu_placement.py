@@ -23,13 +23,15 @@ class _Engine(Protocol):
     @property
     def gpus(self) -> Sequence[object]: ...
     @property
+    def replicas(self) -> object: ...
+    @property
     def places(self) -> Sequence[Sequence[int]]: ...
     @property
     def urls(self) -> Sequence[str]: ...
 
 
 def _taken(engine: _Engine) -> list[int]:
-    """The GPUs of the engines that the run starts: the first one where `engine.gpus` says nothing."""
+    """The GPUs of the engines that the run starts: the first one where `engine.replicas` names none."""
     return [gpu for engine_gpus in engine.places for gpu in engine_gpus or [0]]
 
 
@@ -77,7 +79,7 @@ def check_memory_sync(engine: _Engine, train: Train, *, sync: str, on_ray: bool)
         hint = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
         raise ConfigError("train.device", device, hint)
     if sync == "nccl" and len(set(taken)) != len(taken):
-        raise ConfigError("engine.gpus", engine.gpus, "NCCL joins each GPU once: give each replica its own")
+        raise ConfigError("engine.replicas", engine.replicas, "NCCL joins each GPU once: give each replica its own")
 
 
 def check_colocated(engine: _Engine, train: Train, *, form: str, on_ray: bool, others: Collection[str]) -> None:

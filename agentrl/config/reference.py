@@ -59,7 +59,7 @@ QUESTIONS = {
     ),
     "Where does it run, and with how much memory?": (
         "engine.kind",
-        "engine.gpus",
+        "engine.replicas",
         "rollout.max_running",
         "train.device",
         "train.dtype",

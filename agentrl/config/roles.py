@@ -231,7 +231,7 @@ class LearnerSettings(WithRoles):
     buffer: BufferSettings = field(default_factory=BufferSettings)  # its lag bound holds for a step without its own
     quorum: int | None = None  # how many members close a group: `RunConfig.quorum`
     keeps_kv: bool = True  # running requests keep keys and values of older weights: `engine.recompute_kv` is off
-    routed_experts: bool = False  # rows name the experts of their tokens: `engine.routed_experts`
+    routed_experts: bool | Literal["required"] = False  # rows name the experts of their tokens: `engine.routed_experts`
 
     @property
     def algorithms(self) -> Mapping[str, Algorithm]:

@@ -291,13 +291,9 @@ class EngineSettings(_Section):
     untested_vllm: bool = False
     """Try a version of vLLM that agentrl was not tested with, after a warning. With false, it is refused."""
 
-    replicas: Count = 1
-    """Number of engines that the run starts for each trained model. Leave it out with `engine.gpus`, whose length is
-    the number of engines."""
-
-    gpus: list[Gpus] = Field(default_factory=list[Gpus])
-    """GPUs of each replica of vLLM or SGLang, one list for each replica: `[[0], [1, 2]]`. An empty list puts every
-    replica on the first GPU; on Ray, Ray places the replicas."""
+    replicas: Count | Annotated[list[Gpus], Field(min_length=1)] = 1
+    """Number of engines that the run starts for each trained model, or with vLLM and SGLang the GPUs of each, as
+    `[[0], [1, 2]]`. A number puts every replica on the first GPU; on Ray, Ray places them."""
 
     colocated: bool = False
     """Let engine and learner take turns on one GPU: the engine sleeps while the learner computes a step."""
@@ -339,8 +335,9 @@ class EngineSettings(_Section):
     on a mismatch. It allows the difference that rounding explains (true) or so many nats (a number); false makes no
     comparison."""
 
-    routed_experts: bool = False
-    """Journal the experts that a mixture used for each token, for replay in the learner. Only vLLM reports them."""
+    routed_experts: bool | Literal["required"] = False
+    """Journal the experts that a mixture used for each token, and replay them in the learner. A token without journaled
+    experts is left to the learner's router (true) or ends the run ("required"). Only vLLM reports them."""
 
     preempt: bool = False
     """Let running turns leave their request when new weights arrive, and continue under the new weights, also from one
@@ -355,10 +352,6 @@ class EngineSettings(_Section):
     recompute_kv: bool = False
     """Recompute the keys and values of running requests after new weights arrive. With false, vLLM and the embedded
     engine keep the keys and values of older weights; SGLang always recomputes them."""
-
-    stall_s: Positive = 30.0
-    """Seconds that an engine may leave a turn without a token before it is asked whether it is alive. If it does not
-    answer, the turn continues at another engine."""
 
     hedge_after: Positive | None = None
     """Multiple of the median wait for a first token after which a turn asks a second engine as well; the engine that
@@ -375,7 +368,8 @@ class EngineSettings(_Section):
 
     liveness_deadline_s: Positive = 60.0
     """Seconds without any answer after which a replica that the run started is ended and started again. A request
-    about weights, pauses or its state has half of them: raise it if an engine takes long to load new weights."""
+    about weights, pauses or its state has half of them: raise it if an engine takes long to load new weights. After as
+    many without a token, a turn asks its engine whether it is alive, and goes on at another one if that is silent."""
 
     _own_key: EngineKey | None = PrivateAttr(default=None)
 
@@ -413,9 +407,14 @@ class EngineSettings(_Section):
         return weight_sync.transport_of(weight_sync.chosen(self.sync, adapters=False, objects=False)).backend
 
     @property
+    def gpus(self) -> list[list[int]]:
+        """The GPUs of each engine, if the run file names them."""
+        return [] if isinstance(self.replicas, int) else self.replicas
+
+    @property
     def places(self) -> list[list[int]]:
         """The GPUs of each engine that the run starts; none where vLLM takes the first, or there is no vLLM."""
-        return self.gpus or [[]] * self.replicas
+        return [[]] * self.replicas if isinstance(self.replicas, int) else self.replicas
 
     @property
     def admin_deadline_s(self) -> float:
@@ -467,12 +466,10 @@ class EngineSettings(_Section):
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:
-            hint = "it is for replicas of vLLM that the run starts, or SGLang: leave it out"
-            raise ConfigError("engine.gpus", self.gpus, hint)
-        if self.replicas not in (1, len(self.gpus)):
-            raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
+            hint = "GPUs are for replicas of vLLM or SGLang that the run starts: leave it out"
+            raise ConfigError("engine.replicas", self.gpus, hint)
         if any(len(set(engine_gpus)) != len(engine_gpus) for engine_gpus in self.gpus):
-            raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
+            raise ConfigError("engine.replicas", self.gpus, "a replica takes each of its GPUs once")
         return self
 
 
@@ -674,7 +671,7 @@ class RunConfig(WithRoles, _Section):
         check_weights_url(self.engine.weights_url)
         on_ray, transport = self.cluster.on_ray, self.transport
         transport.check(self.engine, self.train, on_ray=on_ray)
-        check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
+        check_experts(self.engine.kind, self.engine.routed_experts)
         if self.engine.kind == "sglang" and self.rollout.sampling.cuts and self.rollout.top_k <= 0:
             hint = "SGLang tells the set that a token is drawn from under a top_k alone: give 1 to 4096"
             raise ConfigError("rollout.top_k", self.rollout.top_k, hint)

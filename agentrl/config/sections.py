@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -541,7 +541,13 @@ def check_weights_url(weights_url: str | None) -> None:
 def config_error(error: ValidationError, model: type[BaseModel], section: tuple[str, ...] = ()) -> ConfigError:
     """The first thing wrong with a document of `model`, which is the run file's `section`: field, value and hint."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in (*section, *first["loc"]))
+    place = _place(model, first["loc"])
+    field = ".".join(str(part) for part in (*section, *place))
+    if len(place) < len(first["loc"]):  # pydantic has an error for each kind of value, and its own name for the kind
+        of_kinds = [other for other in error.errors() if other["loc"][: len(place)] == place]
+        hints = dict.fromkeys(other["msg"].removeprefix("Value error, ").removeprefix("Input ") for other in of_kinds)
+        value = min(of_kinds, key=lambda other: len(other["loc"]))["input"]
+        return ConfigError(field, value, ", or ".join(hints))
     if first["type"] == "extra_forbidden":
         known_keys, last = _keys_of(model, first["loc"][:-1]), str(first["loc"][-1])
         near = difflib.get_close_matches(last, known_keys, n=1)
@@ -568,6 +574,21 @@ def read_section(model: type[_Section], given: _Section | Mapping[str, Any] | No
         return model.model_validate({} if given is None else dict(cast("Mapping[str, Any]", given)))
     except ValidationError as error:
         raise config_error(error, model, (name,)) from None
+
+
+def _place(model: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The path of a setting, without what pydantic puts behind one that takes several kinds of values."""
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            continue
+        if part not in getattr(model, "model_fields", {}):
+            break
+        annotation = model.model_fields[part].annotation
+        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+        if get_origin(annotation) in (Union, UnionType) and len(kinds) > 1:
+            return loc[: index + 1]
+        model = kinds[0] if kinds else annotation
+    return loc
 
 
 def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:

@@ -28,7 +28,7 @@ RESERVED: dict[str, str] = {
         ("enable-lora", "max-lora-rank", "lora-target-modules", "lora-paths", "max-loras-per-batch"), _ADAPTERS
     ),
     **dict.fromkeys(("config", "help"), "write its arguments into [engine.sglang] one by one"),
-    **dict.fromkeys(("tp-size", "tensor-parallel-size", "base-gpu-id"), "give engine.gpus, as [[0, 1]]"),
+    **dict.fromkeys(("tp-size", "tensor-parallel-size", "base-gpu-id"), "give engine.replicas, as [[0, 1]]"),
     "context-length": "give rollout.max_context",
     "max-running-requests": "give engine.max_batch",
     "dtype": "give engine.dtype",

@@ -31,17 +31,11 @@ def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequen
             raise ConfigError(f"train.parallel.{key}", ranks, hint)
 
 
-RoutingReplay = Literal["auto", "on", "off"]
-
-
-def check_experts(engine: str, routed: bool, replay: RoutingReplay) -> None:
-    """Raises ConfigError for an engine that cannot report experts, and for a replay without an engine that reports
-    them."""
+def check_experts(engine: str, routed: bool | Literal["required"]) -> None:
+    """Raises ConfigError for an engine that cannot report experts."""
     if routed and engine != "vllm":
         why = "the embedded engine has no mixtures" if engine == "embedded" else "SGLang does not say their shape"
-        raise ConfigError("engine.routed_experts", True, f"{why}: take 'vllm'")
-    if replay == "on" and not routed:
-        raise ConfigError("train.routing_replay", "on", "no experts are journaled: set engine.routed_experts = true")
+        raise ConfigError("engine.routed_experts", routed, f"{why}: take 'vllm'")
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -68,10 +62,6 @@ class ParallelPlan(Section):
     """Number of ranks over which the experts of a mixture are divided: each rank keeps its experts, and tokens are sent
     to the rank that has theirs (expert parallelism). It must divide `train.parallel.ranks`. With 1, each rank gathers
     the experts of a layer as it comes to it."""
-
-    deadline_s: Positive = 120.0
-    """Seconds that a rank may take to come to a collective, or to write anything of its part of a checkpoint. After
-    that the learner is started again from its checkpoint, and the error names the rank that was late."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -167,17 +157,8 @@ class Train(Section):
     epochs: Count = 1
     """Number of times that a step goes over its groups, each time with `train.minibatches` updates."""
 
-    routing_replay: RoutingReplay = "auto"
-    """Replay of the experts that the engine chose for a token of a mixture, if they are journaled
-    (`engine.routed_experts`). "auto" leaves a token without journaled experts to the learner's router, "on" ends the
-    run at such a token, "off" leaves every token to the router."""
-
     balance_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the loss that evens the load of the experts of a mixture. 0 leaves it out."""
-
-    peak_tflops: Positive | None = None
-    """Peak speed of the learner's device in TFLOP/s, of which the metric `mfu` is a share. Without it, the speed that
-    the vendor states, for a known GPU with `train.dtype = "bfloat16"`; otherwise there is no `mfu`."""
 
     gradient_checkpointing: bool | Literal["offload"] = False
     """Recomputes activations in the backward pass instead of keeping them. This needs less memory and about a third
@@ -204,12 +185,8 @@ class Train(Section):
     experts, but no routers of mixtures. The embedding and the output layer never have an adapter."""
 
     checkpoint_every: Count = 20
-    """Number of steps after which the learner writes a checkpoint; it writes one earlier if `train.checkpoint_every_s`
-    is over. A learner that dies loses no more steps than this."""
-
-    checkpoint_every_s: Positive = 600.0
-    """Seconds after which the learner writes a checkpoint at the end of a step, even if `train.checkpoint_every` steps
-    are not over. A learner that dies loses no more than this time and one step."""
+    """Number of steps after which the learner writes a checkpoint; it writes one earlier if ten minutes are over. A
+    learner that dies loses no more steps than this, and no more than ten minutes and one step."""
 
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that stay on the disk; older ones are removed. Raise it to go back further, for
@@ -222,7 +199,8 @@ class Train(Section):
 
     progress_deadline_s: Positive = 300.0
     """Seconds within which the learner must end a pass or write a file; otherwise it is killed and started again. Raise
-    it if a single pass takes longer."""
+    it if a single pass takes longer. A rank has half of them to come to a collective, or to write anything of its part
+    of a checkpoint: then the learner is started again, and the error names the rank that was late."""
 
     stall_deadline_s: Positive = 600.0
     """Seconds without any turn, answer, score, ended episode or step after which the run fails. It must be longer than

@@ -42,7 +42,7 @@ RESERVED: dict[str, str] = {
     **dict.fromkeys(("kv-cache-memory-bytes", "gpu-memory-utilization"), _CACHE),
     **dict.fromkeys(("enable-lora", "max-lora-rank", "max-loras", "lora-modules", "lora-target-modules"), _ADAPTERS),
     "enable-return-routed-experts": "give engine.routed_experts",
-    "device-ids": "give engine.gpus",
+    "device-ids": "give engine.replicas, as [[0], [1]]",
 }
 """Arguments that the run decides, and what to do instead."""
 
@@ -84,7 +84,7 @@ def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     layers = 1 if _LAYERS in sizes else max(1, gpus // product)
     if layers * product != gpus:
         needed = ", ".join(str(gpu) for gpu in range(product))
-        hint = f"they need {product} GPUs for each replica, and it has {gpus}: give engine.gpus = [[{needed}]]"
+        hint = f"they need {product} GPUs for each replica, and it has {gpus}: give engine.replicas = [[{needed}]]"
         raise ConfigError("engine.vllm", sizes, hint)
     return {_LAYERS: layers} if layers > 1 else {}
 

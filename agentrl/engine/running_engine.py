@@ -166,7 +166,7 @@ def vllm_server(
         lora_rank=lora_rank,
         lora_targets=tuple(lora_targets),
         max_loras=max_loras,
-        routed_experts=settings.routed_experts,
+        routed_experts=settings.routed_experts is not False,
         kept_sets=kept_sets,
         sleeps=settings.colocated,
         weight_backend=settings.weight_backend,

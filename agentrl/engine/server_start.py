@@ -68,7 +68,7 @@ def visible(gpus: Sequence[int]) -> list[str]:
     names = [name.strip() for name in seen.split(",") if name.strip()]
     if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
         hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
-        raise ConfigError("engine.gpus", beyond, hint)
+        raise ConfigError("engine.replicas", beyond, hint)
     return [names[gpu] for gpu in gpus]
 
 

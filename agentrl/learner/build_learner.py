@@ -60,7 +60,8 @@ def ranks_of(train: Train, start_s: float, progress: Callable[[], None], *, ends
     others = [torch.device("cuda", gpu) for gpu in train.gpus[1:]] or [first] * (plan.ranks - 1)
     return Leader(
         [first, *others],
-        deadline_s=plan.deadline_s,
+        # Before the supervisor kills a learner that makes no progress: it could not say which rank was late.
+        deadline_s=train.progress_deadline_s / 2,
         start_s=start_s,
         progress=progress,
         ends=ends,

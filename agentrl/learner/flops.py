@@ -45,11 +45,10 @@ def use(
     *,
     seconds: float,
     dtype: torch.dtype,
-    peak_tflops: float | None,
 ) -> Use:
     """Measure a step whose updates made `passes`, each by its module, and begin to measure the memory of the next."""
     tflops = sum(operations(module_of(pass_), pass_) for pass_ in passes) / max(seconds, 1e-9) / 1e12
-    peak = peak_tflops or peak_of(device, dtype)
+    peak = peak_of(device, dtype)
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device) / 2**20
         torch.cuda.reset_peak_memory_stats(device)

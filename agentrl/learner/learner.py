@@ -217,7 +217,6 @@ class Learner:
             self.model.device,
             seconds=self.ranks.size * sum(watch.seconds.values()),
             dtype=self.model.dtype,
-            peak_tflops=self.settings.train.peak_tflops,
         )
         return summarise(
             self.step_index,
@@ -227,7 +226,7 @@ class Learner:
             lr=lr,
             use=used,
             seconds=watch.seconds,
-            replays=self.settings.routed_experts and self.settings.train.routing_replay != "off",
+            replays=self.settings.routed_experts is not False,
         )
 
     def _optimizer_step(self, names: Collection[str], loss: Tensor, tally: StepTally) -> None:

@@ -63,7 +63,7 @@ class RankWorker:
         torch.set_num_threads(settings.train.threads)
         torch.manual_seed(settings.seed)
         self.models = Models(settings, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks)
-        check(settings.train, self.models.policies(), routed=settings.routed_experts)
+        check(settings.train, self.models.policies(), routed=settings.routed_experts is not False)
         self.model, self.passes = self.models.policy, ModelPasses(self.models)
         self.step_index = 0
         self.watch = Stopwatch()

@@ -93,7 +93,7 @@ class StepPasses:
     ) -> list[list[Pack]]:
         """The passes of each update, with all that their losses read."""
         updates = [
-            prepared(part, self._worker.routers_of, self._settings.train.routing_replay) for part in self._packed(parts)
+            prepared(part, self._worker.routers_of, self._settings.routed_experts) for part in self._packed(parts)
         ]
         self._worker.watch.lap("pack")
         updates = self._with_proximal(updates, every=len(updates) * epochs > 1)

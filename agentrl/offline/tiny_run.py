@@ -46,7 +46,7 @@ _SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 _ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
-    *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after", "colocated", "weights_url"),
+    *("urls", "vllm", "replicas", "api_key_env", "sync", "hedge_after", "colocated", "weights_url"),
 )
 _FAMILIES = (  # models of the hub whose architecture follows from their name, without a network
     (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
@@ -122,7 +122,6 @@ def _on_one_cpu(
         engine.pop(name, None)
     if not mixture:
         engine.pop("routed_experts", None)
-        train.pop("routing_replay", None)
     engine |= {"dtype": "float32"}
     train |= {"device": "cpu", "dtype": "float32", "compile": False}
     for name in ("parallel", "weights", "attention"):

@@ -380,7 +380,7 @@ def _no_way(config: RunConfig, n: int) -> UsageError:
     """Return the error for `n` GPUs that cannot be divided; it names numbers that can."""
     each = gpus_of(config)
     why = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
-    why += [f"engine.gpus gives each engine {each}"] if each > 1 else []
+    why += [f"engine.replicas gives each engine {each}"] if each > 1 else []
     less = next((few for few in range(n - 1, 0, -1) if _ways(config, few)), None)
     more = next(many for many in range(n + 1, n + 2 + _team(config) * each) if _ways(config, many))
     may = more if less is None else f"{less} or {more}"

@@ -41,7 +41,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
         live_settings.note(store, differences, done + 1)
         live_settings.forget(store, keys)
         run.write_config(config, store)
-        engines = any(key in keys for key in ("engine.replicas", "engine.gpus", "engine.urls"))
+        engines = any(key in keys for key in ("engine.replicas", "engine.urls"))
         scaling.forget(store, engines=engines, workers="rollout.workers" in keys)
 
 

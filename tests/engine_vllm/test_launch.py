@@ -113,12 +113,12 @@ def test_gpus_that_nobody_has_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "find_build", lambda: CPU)
-    with pytest.raises(ConfigError, match=r"engine.gpus .*/vllm/bin/python has vLLM's CPU build"):
+    with pytest.raises(ConfigError, match=r"engine.replicas .*/vllm/bin/python has vLLM's CPU build"):
         launch.check_gpus([0])
     monkeypatch.setattr(launch, "find_build", lambda: CUDA)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     launch.check_gpus([0, 1])
-    with pytest.raises(ConfigError, match=r"engine.gpus .*\[2\].* shows 2: count them from 0"):
+    with pytest.raises(ConfigError, match=r"engine.replicas .*\[2\].* shows 2: count them from 0"):
         launch.check_gpus([0, 2])
 
 

@@ -110,8 +110,8 @@ async def test_the_learner_computes_with_the_engines_experts_and_no_token_falls_
         made = {"episode_id": member, "group_id": 0, "member": member, "task": TASK, "start": (), "success": None}
         outcome = float(member)
         members.append(Trajectory(turns=tuple(turns), stop_reason=StopReason.DONE, outcome=outcome, **made))
-    engine = EngineSettings(kind="vllm", routed_experts=True)
-    train = Train(routing_replay="on")
+    engine = EngineSettings(kind="vllm", routed_experts="required")
+    train = Train()
     config = RunConfig(model=str(folder), env=EnvSource(id=TASK.env), engine=engine, train=train)
     group = Group(id=0, task=TASK, state=GroupState.TAKEN, size=2, trajectories=tuple(members))
     report = Learner(config.learner, folder).step([group], step_of=lambda _: 0)

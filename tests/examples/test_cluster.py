@@ -162,7 +162,7 @@ def fits(config: RunConfig, room: list[int]) -> bool:
     """Whether each process finds a node, the largest first."""
     cluster = config.cluster
     needs = [cluster.learner.cpus * config.train.parallel.ranks]
-    needs += [cluster.engine.cpus] * config.engine.replicas
+    needs += [cluster.engine.cpus] * len(config.engine.places)
     needs += [cluster.workers.cpus] * config.rollout.workers
     left = list(map(float, room))
     for need in sorted(needs, reverse=True):

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"), layers=LAYERS)
 
 
-def config(algo: Any = None, routed: bool = True, **train: Any) -> RunConfig:
+def config(algo: Any = None, routed: Any = True, **train: Any) -> RunConfig:
     told = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None, "warmup_steps": 0, "tokens_per_batch": 60, **train}
     rollout = Rollout(max_context=30, max_tokens_per_turn=16)
     made = run_config(algo=algo or GRPO(), rollout=rollout, seed=3)
@@ -131,8 +131,8 @@ def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_replay_of_the_routers_own_choice_changes_no_bit(recomputed: bool, folder: Path, tmp_path: Path) -> None:
     groups = all_groups(own_choice(folder))
-    plain, weights = after(folder, tmp_path, groups, routing_replay="off")
-    replayed, others = after(folder, tmp_path, groups, routing_replay="on", gradient_checkpointing=recomputed)
+    plain, weights = after(folder, tmp_path, groups, routed=False)
+    replayed, others = after(folder, tmp_path, groups, routed="required", gradient_checkpointing=recomputed)
     assert replayed.loss == plain.loss and replayed.grad_norm == plain.grad_norm
     assert largest(weights, others) == 0.0
     assert (of(plain).replayed, of(plain).missing, of(replayed).missing) == (0, 0, 0)
@@ -142,7 +142,7 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit(recomputed: bool, fol
 @each_case(
     ("make", "settings", "message"),
     [
-        (tiny_qwen3, {}, r"no mixture whose experts can be replayed: set train\.routing_replay = 'off'"),
+        (tiny_qwen3, {}, r"no mixture whose experts can be replayed: set engine\.routed_experts = false"),
         (tiny_qwen3, {"routed": False, "balance_weight": 0.1}, r"no routers .* set train\.balance_weight = 0"),
         (stacked, {"balance_weight": 0.1}, r"no routers .* set train\.balance_weight = 0"),
     ],
@@ -277,9 +277,9 @@ def test_a_token_without_experts_is_counted_alarmed_or_refused(
     assert (of(report).missing, of(report).replayed) == (missing, whole.replayed - missing)
     (alarm,) = [alarm for alarm in raised({"routing": asdict(of(report))}, Alarms()) if alarm.name == "routing"]
     assert f"routing.missing = {missing}" in alarm.text
-    learner = Learner(config(routing_replay="on").learner, folder)
+    learner = Learner(config(routed="required").learner, folder)
     before = learner.hashes()
-    with pytest.raises(RunFailed, match=rf"{missing} of {whole.replayed} tokens .* --set train\.routing_replay=auto"):
+    with pytest.raises(RunFailed, match=rf"{missing} of {whole.replayed} tokens .* --set engine\.routed_experts=true"):
         learner.step([group], step_of=STEP_OF)
     assert learner.hashes() == before and learner.step_index == 0
 

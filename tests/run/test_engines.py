@@ -293,7 +293,7 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
         started.append((replica.child.name, replica.child.env.get("CUDA_VISIBLE_DEVICES")))
 
     monkeypatch.setattr(LearningEngines, "_serve", serve)
-    for name, engine in (("a", {"gpus": [[1], [2, 3]]}), ("b", {"replicas": 1})):
+    for name, engine in (("a", {"replicas": [[1], [2, 3]]}), ("b", {"replicas": 1})):
         config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
         run = RunDir.create(tmp_path / name, config)
         with run.lock() as lock, ScratchSpace(run).owned(lock), RunStore.open(run.store_path) as store:

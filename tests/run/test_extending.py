@@ -64,10 +64,10 @@ def test_what_a_run_keeps_is_named_and_nothing_is_written(run: RunDir, setting: 
 def test_what_messages_say_to_change_is_changed_at_a_resume(run: RunDir, tmp_path: Path) -> None:
     room = tmp_path / "room"
     room.mkdir()
-    settings = [f"scratch_dir={room}", "train.parallel.deadline_s=600", "train.checkpoint_every_s=60"]
+    settings = [f"scratch_dir={room}", "train.progress_deadline_s=600", "train.checkpoint_every=6"]
     resume_overrides.change(run, settings)
     train = run.config().train
-    assert (train.parallel.deadline_s, train.checkpoint_every_s) == (600.0, 60.0)
+    assert (train.progress_deadline_s, train.checkpoint_every) == (600.0, 6)
     with run.lock() as lock, ScratchSpace(run).owned(lock):
         assert (run.scratch.parent, run.scratch.is_dir()) == (room, True)
 

@@ -156,7 +156,7 @@ def test_law_2_a_run_on_three_hosts_goes_on_after_each_was_cut_off(
     file = run_file(
         tmp_path,
         "agentrl/Calculator-v0",
-        engine={"urls": [f"http://{address}:{PORT}"], "stall_s": 2.0},
+        engine={"urls": [f"http://{address}:{PORT}"], "liveness_deadline_s": 10.0},
         cluster={"store": url(hosts)},
         train={"steps": 5000, "checkpoint_every": 5},
         eval={"sets": [], "every": 0},

@@ -186,7 +186,7 @@ def test_an_engine_over_several_gpus_is_planned_with_its_share_of_weights_and_ca
 ) -> None:
     def planned(**vllm: object) -> plan.GpuSplit:
         document = config.model_dump(mode="json")
-        document["engine"] |= {"kind": "vllm", "dtype": "bfloat16", "gpus": [[0, 1], [2, 3]], "vllm": vllm}
+        document["engine"] |= {"kind": "vllm", "dtype": "bfloat16", "replicas": [[0, 1], [2, 3]], "vllm": vllm}
         gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
         found = plan.plan(RunConfig.model_validate(document), gpu, 5, replace(WORK, row=256))
         assert [(one.engines, one.learners) for one in found.splits] == [(2, 3), (4, 1)]
@@ -207,7 +207,7 @@ def test_an_engine_over_several_gpus_is_planned_with_its_share_of_weights_and_ca
 
 def test_gpus_that_cannot_be_divided_are_told_which_numbers_can(config: RunConfig) -> None:
     document = config.model_dump(mode="json")
-    document["engine"] |= {"kind": "vllm", "gpus": [[0, 1, 2]]}
+    document["engine"] |= {"kind": "vllm", "replicas": [[0, 1, 2]]}
     document["train"] |= {"parallel": {"ranks": 4, "tensor": 2, "context": 2}}
     run = RunConfig.model_validate(document)
     why = r"train\.parallel\.context = 2 GPUs learn together, engine\.gpus gives each engine 3: give 7 or 10"

@@ -151,7 +151,10 @@ def test_a_run_file_is_tried_or_learned_from_not_both() -> None:
 
 
 def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp_path: Path) -> None:
-    run = {"env": {"id": "agentrl/Nim-v0"}, "engine": {"kind": "vllm", "gpus": [[1]], "vllm": {"quantization": "fp8"}}}
+    run = {
+        "env": {"id": "agentrl/Nim-v0"},
+        "engine": {"kind": "vllm", "replicas": [[1]], "vllm": {"quantization": "fp8"}},
+    }
     for name, qk_norm, bias in (("Qwen/Qwen3-4B", True, False), ("Qwen/Qwen2.5-7B-Instruct", False, True)):
         folder = tmp_path / name.rpartition("/")[2]
         tiny = shrunk(configuration.parse({**run, "model": name}), folder)

@@ -67,7 +67,11 @@ def test_what_is_asked_for_counts_before_the_run_file_until_a_resume_says_otherw
         ({}, ["--engines", 0], "at least one of each"),
         ({}, ["--workers", -1], "at least one of each"),
         ({"engine": URLS}, ["--engines", 2], r"agentrl train --resume .* --set 'engine.urls="),
-        ({"engine": {"kind": "vllm", "gpus": [[0], [1]]}}, ["--engines", 3], "names GPUs for 2: .*engine.gpus="),
+        (
+            {"engine": {"kind": "vllm", "replicas": [[0], [1]]}},
+            ["--engines", 3],
+            "names GPUs for 2: .*replicas=",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_mend(

@@ -28,7 +28,7 @@ from agentrl.store.async_calls import Aside, Looks
 from .test_learner import Scene
 
 DEADLINE_S = 120.0
-TWO = {"kind": "vllm", "gpus": [[0], [1]]}
+TWO = {"kind": "vllm", "replicas": [[0], [1]]}
 
 
 def config(engine: dict[str, Any], device: str = "cpu", **sections: Any) -> RunConfig:
@@ -45,7 +45,7 @@ def config(engine: dict[str, Any], device: str = "cpu", **sections: Any) -> RunC
         (config({"kind": "vllm"}, "cuda:1"), True, True),
         (config(TWO, "cuda:1"), True, False),
         (config(TWO, "cuda:2"), True, True),
-        (config({"kind": "vllm", "gpus": [[0, 1], [1]]}, "cuda:2"), False, True),
+        (config({"kind": "vllm", "replicas": [[0, 1], [1]]}, "cuda:2"), False, True),
         (config({"kind": "vllm", "replicas": 2}, "cuda:1"), False, True),  # both on the first GPU
         (config({"kind": "vllm", "colocated": True}, "cuda"), True, False),
         (config({"kind": "vllm"}, "cuda", cluster={"launcher": "ray", "learner": {"gpus": 1}}), True, True),

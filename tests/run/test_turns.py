@@ -234,7 +234,7 @@ def test_what_cannot_take_turns_is_refused_with_a_mend() -> None:
     assert "the engine is on GPU 0, and engine.colocated shares it" in refused({"kind": "vllm"}, {"device": "cuda:1"})
     assert "the engine is on GPU 0" in refused({"kind": "vllm"}, {"device": "cpu"})
     assert "leave it out" in refused({}, rollout={"roles": {"partner": "frozen"}})
-    for engine, train in (({}, {}), ({"kind": "vllm", "gpus": [[1]]}, {"device": "cuda:1"})):
+    for engine, train in (({}, {}), ({"kind": "vllm", "replicas": [[1]]}, {"device": "cuda:1"})):
         document = {"model": "m", "env": {"id": "test/none"}, "engine": {"colocated": True, **engine}, "train": train}
         assert configuration.parse(document).engine.colocated
 

@@ -122,7 +122,7 @@ class Fleet:
             decode=decode,
             fits=fits,
             knows=knows,
-            stall_s=settings.stall_s,
+            stall_s=settings.admin_deadline_s,
             probe_s=settings.admin_deadline_s,
             outage_deadline_s=settings.outage_deadline_s,
             preempt=preempt,

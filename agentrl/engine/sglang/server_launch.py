@@ -31,7 +31,10 @@ _ASK_S = 2.0
 _HINTS = (
     (r"No module named '?sglang", f"set {PYTHON_VARIABLE} to an interpreter that has SGLang"),
     (r"[Aa]ddress already in use", "another process has the port: start the run again"),
-    (r"[Oo]ut of memory|Not enough memory", "lower engine.sglang.mem-fraction-static, or give a larger engine.gpus"),
+    (
+        r"[Oo]ut of memory|Not enough memory",
+        "lower engine.sglang.mem-fraction-static, or name more GPUs (engine.replicas)",
+    ),
     (r"unrecognized arguments", "this SGLang lacks a flag: see [engine.sglang], and its --help"),
     (r"invalid choice", "see [engine.sglang], and SGLang's --help"),
     (r"No accelerator|No CUDA|no NVIDIA driver", "SGLang needs a GPU: take engine.kind = 'embedded' without one"),

@@ -101,7 +101,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
     build = find_build()
     if build.cpu:
         hint = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
-        raise ConfigError("engine.gpus", list(gpus), hint)
+        raise ConfigError("engine.replicas", list(gpus), hint)
     visible(gpus)
 
 

@@ -331,7 +331,7 @@ class Models:
 
     @property
     def prompt_once(self) -> bool:
-        """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
+        """Whether passes may have stems: all models can compute one by itself."""
         return all(model.has_stems for model in self.language_models())
 
     # --- updates --------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from agentrl.config.train import RoutingReplay, Train
+from agentrl.config.train import Train
 from agentrl.errors import ModelError, RunFailed
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.model.policy import PolicyModel
@@ -60,8 +61,8 @@ def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> Non
     """Raises ModelError if the engine's experts are to be replayed by a model that cannot, which would show nowhere, or
     if a model has no load that could be evened. `routed`: experts are journaled."""
     for model in policies:
-        if model.routers is None and (train.routing_replay == "on" or (routed and train.routing_replay == "auto")):
-            hint = "it is no mixture whose experts can be replayed: set train.routing_replay = 'off'"
+        if model.routers is None and routed:
+            hint = "it is no mixture whose experts can be replayed: set engine.routed_experts = false"
             raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
         if train.balance_weight and not (model.routers and model.routers.probable):
             hint = "it has no routers that choose by a softmax over all experts: set train.balance_weight = 0"
@@ -77,7 +78,7 @@ def routed(of: RouterRecord) -> Routed:
     return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=of.agreed, replayed=of.replayed)
 
 
-def prepared(packs: Sequence[Pack], routers_of: RoutersOf, replay: RoutingReplay) -> list[Pack]:
+def prepared(packs: Sequence[Pack], routers_of: RoutersOf, routed_experts: bool | Literal["required"]) -> list[Pack]:
     """The passes with routes that their policies can replay; without any where these are no mixtures. Raises RunFailed
     for a token that is not journaled if every one has to be replayed."""
     ready: list[Pack] = []
@@ -85,16 +86,16 @@ def prepared(packs: Sequence[Pack], routers_of: RoutersOf, replay: RoutingReplay
         routers, routes = routers_of(pack), pack.routes
         if routers is None or routes is None:
             ready.append(replace(pack, routes=None))
-        elif replay == "off":
+        elif not routed_experts:
             ready.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
         else:
             ready.append(replace(pack, routes=fitted(routes, routers.shape)))
     needed = sum(int(pack.routes.rows_N.sum()) for pack in ready if pack.routes)
     lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in ready if (routes := pack.routes))
-    if replay == "on" and lacking:
+    if routed_experts == "required" and lacking:
         raise RunFailed(
-            f"train.routing_replay = 'on', and {lacking} of {needed} tokens have no journaled experts that the model "
-            "has: none of them was trained; go on with --set train.routing_replay=auto"
+            f"engine.routed_experts = 'required', and {lacking} of {needed} tokens have no journaled experts that the "
+            "model has: none of them was trained; go on with --set engine.routed_experts=true"
         )
     return ready
 

@@ -113,7 +113,7 @@ def settle_work(
             elif time.monotonic() - since > deadline_s:
                 raise RankLost(
                     f"{where(rank)}. It wrote nothing of its part of a checkpoint for {deadline_s:g} s "
-                    "(train.parallel.deadline_s)"
+                    "(half of train.progress_deadline_s)"
                 )
             time.sleep(_PROGRESS_LOOK_S)
         error = json.loads(store.get(_end(key, rank)))
@@ -421,7 +421,7 @@ class RankWatch:
         late = "; ".join(self.where(rank) for rank in missing or range(1, self._size))
         return RankLost(
             f"{late}. It did not come to {furthest.name!r}, collective {most}, within {self._deadline_s:g} s "
-            f"(train.parallel.deadline_s): {_first_line(error)}"
+            f"(half of train.progress_deadline_s): {_first_line(error)}"
         )
 
     def why_ended(self, rank: int) -> str | None:

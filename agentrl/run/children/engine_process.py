@@ -369,7 +369,10 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:
         if settings.kind == "vllm" and fresh:
-            features = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
+            features = {
+                Need.ROUTED_EXPERTS: settings.routed_experts is not False,
+                Need.KEPT_SETS: config.rollout.sampling.cuts,
+            }
             needs = needed(config.transport)
             (await probe(client, untested=settings.untested_vllm)).require(
                 needs | {need for need, is_needed in features.items() if is_needed},

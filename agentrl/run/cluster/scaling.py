@@ -48,8 +48,7 @@ class Size:
     def of(cls, config: RunConfig) -> Size:
         """Return the size that the run file sets."""
         engine = config.engine
-        replicas = engine.replicas if config.cluster.on_ray else len(engine.places)
-        return cls(0 if engine.urls else replicas, config.rollout.workers)
+        return cls(0 if engine.urls else len(engine.places), config.rollout.workers)
 
     def count(self, kind: Kind) -> int:
         return self.engines if kind == "engine" else self.workers
@@ -118,8 +117,8 @@ def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
         hint = f"start another server, then {resume} --set 'engine.urls=[…]'"
         raise ConfigError("--engines", engines, f"this run did not start its engines (engine.urls): {hint}")
     if engine.gpus and engines > len(engine.gpus):
-        hint = f"{resume} --set 'engine.gpus=[…]'"
-        raise ConfigError("--engines", engines, f"engine.gpus names GPUs for {len(engine.gpus)}: {hint}")
+        hint = f"{resume} --set 'engine.replicas=[…]'"
+        raise ConfigError("--engines", engines, f"engine.replicas names GPUs for {len(engine.gpus)}: {hint}")
 
 
 # --- the supervisor's side

@@ -185,7 +185,7 @@ def host_fails(facts: RunFacts) -> Advice | None:
             )
     urls = Counter(url for episode in failed for url in {*_URL.findall(episode.detail)})
     for url, n in urls.most_common(1):
-        alone = facts.config.engine.replicas < 2 and len(facts.config.engine.urls) < 2
+        alone = len(facts.config.engine.places) < 2 and len(facts.config.engine.urls) < 2
         many = n >= max(_LEAST_FAILED, _OF_ONE * len(failed)) and share(n, len(facts.episodes)) >= _FAILED
         if many and not alone and any(episode.stop_reason is StopReason.ENGINE_FAILED for episode in failed):
             return _host(facts, url, f"{n} of {len(failed)} failures name it", failed)

@@ -45,9 +45,9 @@ def learner_starves(facts: RunFacts) -> Advice | None:
             commands=(f"agentrl view {facts.path}",),
         )
     settings = (
-        (f"rollout.max_running={2 * config.rollout.max_running}", f"engine.replicas={config.engine.replicas + 1}")
+        (f"rollout.max_running={2 * config.rollout.max_running}", f"engine.replicas={len(config.engine.places) + 1}")
         if full
-        else (f"engine.replicas={config.engine.replicas + 1}", f"rollout.workers={config.rollout.workers + 1}")
+        else (f"engine.replicas={len(config.engine.places) + 1}", f"rollout.workers={config.rollout.workers + 1}")
     )
     return Advice(
         name="learner_starves",

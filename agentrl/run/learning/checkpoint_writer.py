@@ -27,6 +27,9 @@ from agentrl.run.learning.background import Job, TorchThread
 from agentrl.run.learning.store_calls import StoreCalls
 from agentrl.run.learning.weight_push import WeightPush
 
+_EVERY_S = 600.0
+"""Between two checkpoints at most, however long steps are: what a dead learner loses. Steps go on beside a write, so
+that one in ten minutes costs little even where it takes minutes; `train.checkpoint_every` asks for more."""
 _KEEP_SAMPLE = 0.02
 """Share of the groups older than `buffer.keep_steps` that keep their tokens: some episodes of a run's whole course can
 still be read then, for a fiftieth of the disk. Who wants more keeps more steps."""
@@ -81,7 +84,7 @@ class CheckpointWriter:
         """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
         if self._joins_league(step) or step % self.train.checkpoint_every == 0:
             return True
-        return trio.current_time() - self._saved_at >= self.train.checkpoint_every_s
+        return trio.current_time() - self._saved_at >= _EVERY_S
 
     async def start(self, version: WeightVersion) -> None:
         """Save the state of this step, whose weights are `version`, once the checkpoint before is durable."""

@@ -95,7 +95,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         pinned=pinned,
         adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
-        experts=config.engine.routed_experts,
+        experts=config.engine.routed_experts is not False,
         eval_sampling=config.eval_sampling,
         artifacts=any(source.measure == "tests" for source in config.rewards),
     )
