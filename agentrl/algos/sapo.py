@@ -1,16 +1,18 @@
 """SAPO (Gao et al. 2025): a soft gate on the ratio of each token in the place of a clip.
 
-    loss = - mean of  rho f(r) A,   f(r) = 4 / tau sigmoid(tau (r - 1)),   tau = tau_negative if A < 0
+    loss = - mean of  rho f(r) A,   f(r) = 4 / tau sigmoid(tau (r - 1)),   tau = tau[1] if A < 0
 
 Advantages are GRPO's. A token whose ratio left 1 counts less and less, but never stops to count at once; with a
-negative advantage sooner, as tau_negative > tau_positive: such a token makes all others of the vocabulary likelier,
+negative advantage sooner, as tau[1] > tau[0]: such a token makes all others of the vocabulary likelier,
 whatever they are. With one update per step r is 1, and this is GRPO.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from agentrl.algos.algorithm import Outputs, Positive
 from agentrl.algos.grpo import GRPO
@@ -26,14 +28,10 @@ class SAPO(GRPO):
 
     kind: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    tau_positive: Positive = 1.0
-    """Sharpness of the soft gate for a token with a positive advantage: the larger, the sooner the token counts less as
-    its ratio leaves 1."""
-
-    tau_negative: Positive = 1.05
-    """Sharpness of the soft gate for a token with a negative advantage: the larger, the sooner the token counts less as
-    its ratio leaves 1. It is larger than `algo.tau_positive` by default, since such a token makes all other tokens
-    likelier."""
+    tau: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1.0, 1.05)
+    """Sharpness of the soft gate for a token with a positive advantage, and for one with a negative advantage: the
+    larger, the sooner the token counts less as its ratio leaves 1. The second is larger by default, since a token with
+    a negative advantage makes all other tokens likelier."""
 
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         from agentrl.algos.losses import gated_surrogate
@@ -42,7 +40,7 @@ class SAPO(GRPO):
             outputs.logprobs_K,
             tokens["proximal"],
             tokens["advantage"],
-            tau_positive=self.tau_positive,
-            tau_negative=self.tau_negative,
+            tau_positive=self.tau[0],
+            tau_negative=self.tau[1],
         )
         return gated_K, gated_K.isnan()  # nothing is cut

@@ -78,7 +78,9 @@ class EngineFleet:
             for url in urls
         ]
         self._clients = clients
-        self.engine = Fleet.configured(clients, settings, decode=self.renderer.decode, preempt=settings.preempt)
+        self.engine = Fleet.configured(
+            clients, settings, decode=self.renderer.decode, preempt=settings.at_update == "leave"
+        )
         self.publisher = WeightPublisher(settings)
         self._requests, self._published = count(1), 0
 

@@ -230,7 +230,7 @@ class LearnerSettings(WithRoles):
     temperature: float = 1.0  # of sampling: `rollout.temperature`
     buffer: BufferSettings = field(default_factory=BufferSettings)  # its lag bound holds for a step without its own
     quorum: int | None = None  # how many members close a group: `RunConfig.quorum`
-    keeps_kv: bool = True  # running requests keep keys and values of older weights: `engine.recompute_kv` is off
+    keeps_kv: bool = True  # running requests keep keys and values of older weights: `engine.at_update`
     routed_experts: bool | Literal["required"] = False  # rows name the experts of their tokens: `engine.routed_experts`
 
     @property

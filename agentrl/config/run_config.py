@@ -339,19 +339,16 @@ class EngineSettings(_Section):
     """Journal the experts that a mixture used for each token, and replay them in the learner. A token without journaled
     experts is left to the learner's router (true) or ends the run ("required"). Only vLLM reports them."""
 
-    preempt: bool = False
-    """Let running turns leave their request when new weights arrive, and continue under the new weights, also from one
-    adapter version to the next. With false, a running turn keeps its request."""
+    at_update: Literal["keep", "recompute", "leave"] = "keep"
+    """Treatment of running turns when new weights arrive. They keep their request and the keys and values of older
+    weights ("keep"), compute these anew ("recompute", which SGLang always does), or leave their request and continue
+    under the new weights ("leave", also from one adapter version to the next)."""
 
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM servers that the run starts, by the names that vLLM gives them."""
 
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the SGLang servers that the run starts, by the names that SGLang gives them."""
-
-    recompute_kv: bool = False
-    """Recompute the keys and values of running requests after new weights arrive. With false, vLLM and the embedded
-    engine keep the keys and values of older weights; SGLang always recomputes them."""
 
     hedge_after: Positive | None = None
     """Multiple of the median wait for a first token after which a turn asks a second engine as well; the engine that
@@ -594,7 +591,7 @@ class RunConfig(WithRoles, _Section):
             temperature=self.rollout.temperature,
             buffer=self.buffer,
             quorum=self.quorum,
-            keeps_kv=not self.engine.recompute_kv,
+            keeps_kv=self.engine.at_update != "recompute",
             routed_experts=self.engine.routed_experts,
         )
 
@@ -666,7 +663,7 @@ class RunConfig(WithRoles, _Section):
                 self.train.tokens_per_batch,
                 f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
             )
-        if rollout.resume != "tokens" and self.engine.preempt:
+        if rollout.resume != "tokens" and self.engine.at_update == "leave":
             raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
         check_weights_url(self.engine.weights_url)
         on_ray, transport = self.cluster.on_ray, self.transport

@@ -98,7 +98,7 @@ def test_cispo_is_its_formula(seed: int) -> None:
 
 @each_case("seed", range(4))
 def test_sapo_is_its_formula(seed: int) -> None:
-    algo = SAPO(tau_positive=0.8, tau_negative=3.0, importance_cap=1.5)
+    algo = SAPO(tau=(0.8, 3.0), importance_cap=1.5)
     columns, now = drawn(seed, spread=0.8)
     c, logprob = of(columns), now.tolist()
     loss, gradient = 0.0, []

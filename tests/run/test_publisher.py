@@ -294,7 +294,7 @@ def memory_publisher(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> WeightP
                 "kind": "vllm",
                 "sync": "nccl",
                 "liveness_deadline_s": 14.0,
-                "recompute_kv": True,
+                "at_update": "recompute",
                 "start_deadline_s": 30,
             },
             "train": {"device": "cuda:1"},

@@ -320,7 +320,7 @@ def _key(request: BatchRequest, version: int) -> int:
 # of two versions, and no span could say which weights made the token.
 #
 # The keys and values of the tokens so far were computed by older weights. Two ways are open, and the caller chooses
-# (`engine.recompute_kv`):
+# (`engine.at_update`):
 #
 #   recomputed   `forget` before `take`. A token then has the log-probability of a whole pass under the weights of its
 #                version. The price: each running request computes its context again at each update.

@@ -275,8 +275,8 @@ class AdapterTransport(WeightTransport):
     def check(cls, engine: EngineSettings, train: Train, *, on_ray: bool) -> None:
         if engine.sync == "adapter" and engine.kind == "embedded":
             raise ConfigError("engine.sync", "adapter", "the embedded engine takes whole files: give 'auto'")
-        if engine.sync == "adapter" and engine.kind == "sglang" and not engine.preempt:
-            hint = "SGLang does not say which adapters its requests use: set engine.preempt = true, or give 'auto'"
+        if engine.sync == "adapter" and engine.kind == "sglang" and engine.at_update != "leave":
+            hint = "SGLang does not say which adapters its requests use: set engine.at_update = 'leave', or give 'auto'"
             raise ConfigError("engine.sync", "adapter", hint)
         if not train.lora_rank:
             raise ConfigError("engine.sync", "adapter", "no adapter is trained: give train.lora_rank = 16, or 'auto'")

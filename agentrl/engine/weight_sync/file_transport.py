@@ -187,7 +187,7 @@ class FileTransport(WeightTransport):
             stage=settings.kind == "vllm",
             second=True,
             deadline_s=settings.admin_deadline_s,
-            clear_cache=settings.recompute_kv,
+            clear_cache=settings.at_update == "recompute",
             asleep=settings.colocated,
         )
 

@@ -314,7 +314,7 @@ class _MemoryTransport(WeightTransport):
             parcel.snapshot,
             parcel.version,
             deadline_s=self._settings.admin_deadline_s,
-            clear_cache=self._settings.recompute_kv,
+            clear_cache=self._settings.at_update == "recompute",
         )
 
 

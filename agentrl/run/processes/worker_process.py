@@ -281,7 +281,7 @@ def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | Non
     clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
     engine = sight.config.engine
     return Fleet.configured(
-        clients, engine, decode=renderer.decode, fits=sight.fits, knows=sight.knows, preempt=engine.preempt
+        clients, engine, decode=renderer.decode, fits=sight.fits, knows=sight.knows, preempt=engine.at_update == "leave"
     )
 
 
