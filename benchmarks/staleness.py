@@ -52,7 +52,7 @@ CORRECTIONS = {
         *UNCLIPPED,
         "algo.importance=token",
         "algo.importance_mode=mask",
-        "algo.importance_floor=0.5",
+        "algo.importance_bounds=[0.5, 2.0]",
     ),
     "grpo, sequence": (*UNCLIPPED, "algo.importance=sequence"),
     "grpo, geometric": (*UNCLIPPED, "algo.importance=geometric"),

@@ -136,9 +136,9 @@ class Algorithm(BaseModel):
     process_weight: Weight = 1.0
     """Weight of process rewards in a return, beside the outcome. 0 switches process rewards off."""
 
-    importance_cap: Positive = 2.0
-    """Upper bound of the importance weights that correct stale tokens: ratios of the policy at the start of the step
-    (proximal) to the policy that sampled (behaviour). Larger weights are cut off here, or masked
+    importance_bounds: Annotated[tuple[Weight, Weight], Field(strict=False)] = (0.0, 2.0)
+    """Lower and upper bound of the importance weights that correct stale tokens: ratios of the policy at the start of
+    the step (proximal) to the policy that sampled (behaviour). Other weights are set to a bound, or masked
     (`algo.importance_mode`)."""
 
     normalise: Literal["token", "sequence"] | Count = "token"

@@ -4,7 +4,7 @@
 
 Advantages are GRPO's. PPO's clip drops the tokens whose ratio left the interval, often the rare ones that turn an
 answer round; here they only count less. One ratio, to the policy that sampled, corrects staleness and bounds the step,
-so there is no proximal policy, and `importance_cap` is not used.
+so there is no proximal policy, and `importance_bounds` is not used.
 """
 
 # pyright: reportIncompatibleVariableOverride=false
@@ -25,7 +25,7 @@ class CISPO(GRPO):
     """Bounds the importance weight and keeps every token's gradient: clipped importance-sampling policy
     optimization."""
 
-    unused: ClassVar = frozenset({"importance_cap", "importance_floor", "importance_mode", "dual_clip", "clip_from"})
+    unused: ClassVar = frozenset({"importance_bounds", "importance_mode", "dual_clip", "clip_from"})
 
     kind: Literal["cispo"] = "cispo"
 

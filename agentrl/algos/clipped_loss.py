@@ -67,13 +67,9 @@ class Clipped(Algorithm):
     their geometric mean ("geometric"), or 1 ("none"). "sequence" has the least bias, and a variance that grows with the
     length."""
 
-    importance_floor: Weight = 0.0
-    """Lower bound of the importance weights; it must be below `algo.importance_cap`. Smaller weights are raised to it,
-    or masked (`algo.importance_mode`)."""
-
     importance_mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of an importance weight below `algo.importance_floor` or above `algo.importance_cap`: "truncate" sets
-    it to the bound, "mask" sets it to 0 (IcePop). A masked token stays in the normalisation."""
+    """Treatment of an importance weight out of `algo.importance_bounds`: "truncate" sets it to the bound, "mask" sets
+    it to 0 (IcePop). A masked token stays in the normalisation."""
 
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """Ratio of the policy at the start of the step to the policy that sampled, by which an episode is left out of the
@@ -140,10 +136,10 @@ class Clipped(Algorithm):
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
-        if (floor := self.importance_floor) >= self.importance_cap:
-            raise ValueError(f"importance_floor = {floor:g} must be below importance_cap = {self.importance_cap:g}")
-        if self.reject_bounds[0] >= self.reject_bounds[1]:
-            raise ValueError(f"reject_bounds = {list(self.reject_bounds)}: the first must be below the second")
+        for name in ("importance_bounds", "reject_bounds"):
+            low, high = getattr(self, name)
+            if low >= high:
+                raise ValueError(f"{name} = {[low, high]}: the first must be below the second")
         if self.importance_mode == "mask" and self.importance == "none":
             raise ValueError("importance_mode = 'mask' and importance = 'none': give importance = 'token'")
         return self
@@ -225,7 +221,7 @@ class Clipped(Algorithm):
         gap_T, keys = tokens["proximal"] - tokens["behaviour"], (tokens["episode"], tokens["role"])
         if self.importance == "sequence" or self.importance == "geometric":
             ratio_T = log_ratios(gap_T, *keys, self.importance).exp()
-            weight_T = bounded(ratio_T, self.importance_floor, self.importance_cap, self.importance_mode)
+            weight_T = bounded(ratio_T, *self.importance_bounds, self.importance_mode)
             columns["importance"] = weight_T.to(gap_T.dtype)
         if self.reject != "none":
             ratio_T = log_ratios(gap_T, *keys, self.reject).exp()
@@ -242,7 +238,7 @@ class Clipped(Algorithm):
             return tokens["importance"]
         if not self.corrects:
             return tokens["proximal"].new_ones(tokens["proximal"].shape)
-        floor, cap = self.importance_floor, self.importance_cap
+        floor, cap = self.importance_bounds
         return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
 
     def _held(self, tokens: Mapping[str, Tensor]) -> Tensor | None:

@@ -134,7 +134,7 @@ class PPO(Clipped):
         advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if of_sequence else ratio_BU)
         _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)
         log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
-        floor, cap, mode = self.importance_floor, self.importance_cap, self.importance_mode
+        (floor, cap), mode = self.importance_bounds, self.importance_mode
         advantage_T = sequences.tokens(advantages_BU)
         if self.centre:
             keys = (tokens["episode"], tokens["role"], tokens["own_turn"].long())

@@ -34,7 +34,7 @@ _OF_OWN_ENGINES = {"replicas", "threads"}
 _OF_ALGORITHMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("kl_form",), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
     (("reject_bounds",), lambda algo: algo.reject == "none", "without {}.reject"),
-    (("importance_floor", "importance_cap"), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
+    (("importance_bounds",), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
     (("distil_level",), lambda algo: not algo.distil_weight, "without {}.distil_weight"),
 )
 """Settings of algorithms, when they have no effect on one that has them, and what takes it."""

@@ -251,7 +251,8 @@ def summarise(
     rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
     drift, tokens = None, tally.columns()
     if tokens:
-        cap_K = torch.cat([torch.full_like(pack.columns["weight"], pack.algo.importance_cap) for pack in tally.packs])
+        caps = [torch.full_like(pack.columns["weight"], pack.algo.importance_bounds[1]) for pack in tally.packs]
+        cap_K = torch.cat(caps)
         drift = gauges(tokens["proximal"], tokens["behaviour"], tokens["lag"], tokens["origin"], cap_K)
     fresh = (mismatch := drift.mismatch if drift else {}).get("fresh")
     return StepReport(

@@ -130,10 +130,10 @@ def loss_of(algo: Clipped, tokens: dict[str, torch.Tensor]) -> tuple[Loss, list[
 @each_case("mode", ["truncate", "mask"])
 @each_case("level", ["token", "sequence", "geometric"])
 def test_the_weights_of_each_level_and_mode_are_their_definition(level: str, mode: str) -> None:
-    bounds = {"importance_floor": 0.8, "importance_cap": 1.45}
+    bounds = {"importance_bounds": (0.8, 1.45)}
     tokens = columns()
     algo = GRPO.model_validate({"importance": level, "importance_mode": mode, **bounds})
-    expected = loop_weights(level, mode, *bounds.values())
+    expected = loop_weights(level, mode, *bounds["importance_bounds"])
     assert len({*expected}) > 2 and expected != loop_weights(level, mode, 0.0, 9.0)  # bounds cut some, not all
     loss, gradient = loss_of(algo, tokens)
     assert loss.importance_K is not None and loss.importance_K.tolist() == pytest.approx(expected, rel=1e-12)
@@ -144,9 +144,9 @@ def test_the_weights_of_each_level_and_mode_are_their_definition(level: str, mod
 def test_a_masked_token_stays_in_the_mean() -> None:
     """The loss is a mean over all seven tokens, however many are masked: no other one weighs more."""
     tokens = columns()
-    masked = GRPO(importance_mode="mask", importance_floor=0.5, importance_cap=5.0)  # IcePop's bounds
+    masked = GRPO(importance_mode="mask", importance_bounds=(0.5, 5.0))  # IcePop's bounds
     _, gradient = loss_of(masked, tokens)
-    _, free = loss_of(GRPO(importance_cap=1e9), tokens)
+    _, free = loss_of(GRPO(importance_bounds=(0.0, 1e9)), tokens)
     assert [at for at, one in enumerate(gradient) if one == 0] == [6]  # exp(-1.5) < 0.5
     assert gradient[:6] == free[:6]
 
@@ -183,7 +183,7 @@ def test_a_rejected_sequence_has_no_part_in_the_loss_and_stays_in_the_mean(
 @each_case(
     ("settings", "wrong"),
     [
-        ({"importance_floor": 2.0}, "importance_floor = 2 must be below importance_cap = 2"),
+        ({"importance_bounds": (2.0, 2.0)}, r"importance_bounds = \[2.0, 2.0\]: the first must be below"),
         ({"reject": "token", "reject_bounds": (3.0, 2.0)}, r"reject_bounds = \[3.0, 2.0\]: the first must be below"),
         ({"importance": "none", "importance_mode": "mask"}, "give importance = 'token'"),
         ({"kind": "cispo", "importance_mode": "mask"}, "does not use importance_mode"),

@@ -51,7 +51,7 @@ def of(columns: dict[str, Tensor]) -> dict[str, list[float]]:
 
 @each_case("seed", range(4))
 def test_gspo_is_its_formula(seed: int) -> None:
-    algo = GSPO(clip_low=0.1, clip_high=0.2, importance_cap=1.5)
+    algo = GSPO(clip_low=0.1, clip_high=0.2, importance_bounds=(0.0, 1.5))
     columns, now = drawn(seed, spread=0.5)
     c, logprob = of(columns), now.tolist()
     loss, gradient, clipped = 0.0, [0.0] * len(TURNS), []
@@ -98,7 +98,7 @@ def test_cispo_is_its_formula(seed: int) -> None:
 
 @each_case("seed", range(4))
 def test_sapo_is_its_formula(seed: int) -> None:
-    algo = SAPO(tau=(0.8, 3.0), importance_cap=1.5)
+    algo = SAPO(tau=(0.8, 3.0), importance_bounds=(0.0, 1.5))
     columns, now = drawn(seed, spread=0.8)
     c, logprob = of(columns), now.tolist()
     loss, gradient = 0.0, []
@@ -193,7 +193,10 @@ def test_without_a_choice_the_clip_is_from_behaviour_for_old_tokens_alone(kind: 
             r"dual_clip = 1\.1: must be above 1 \+ clip_high = 1\.28, or 0",
         ),
         ({"kind": "sapo", "clip_high": 0.3}, "kind = 'sapo' does not use clip_high: leave it out"),
-        ({"kind": "cispo", "importance_cap": 3.0}, "kind = 'cispo' does not use importance_cap: leave it out"),
+        (
+            {"kind": "cispo", "importance_bounds": (0.0, 3.0)},
+            "kind = 'cispo' does not use importance_bounds: leave it out",
+        ),
         (
             {"kind": "grpo", "discount": 0.9, "scale": "std_by_source"},
             "discount = 0.9 and scale = 'std_by_source': leave one",
@@ -228,7 +231,7 @@ def test_names_of_papers_are_settings_of_grpo() -> None:
 def test_at_one_update_a_step_they_are_grpo(algo: GRPO) -> None:
     columns, _ = drawn(1, spread=0.0)
     now = columns["proximal"].clone().requires_grad_()
-    expected = found(GRPO(importance_cap=2.0), columns, now)[1]
+    expected = found(GRPO(importance_bounds=(0.0, 2.0)), columns, now)[1]
     turns = torch.tensor([episode * 10 + turn for episode, turn in TURNS])
     if isinstance(algo, GSPO):  # it spreads a turn's gradient evenly over its tokens
         means = [torch.tensor(expected)[turns == turn].mean() for turn in turns]

@@ -38,7 +38,10 @@ def test_the_cosines_of_the_normalisations_are_computed() -> None:
 
 def test_the_errors_of_the_corrections_are_computed() -> None:
     for name, first in (("none", " (plain GAE)"), ("token", ", uncut"), ("prefix", ", uncut")):
-        found = [f"{distance(lag, importance=name, importance_cap=UNCUT, trace_cap=UNCUT):.3f}" for lag in (0, 4, 8)]
+        found = [
+            f"{distance(lag, importance=name, importance_bounds=(0.0, UNCUT), trace_cap=UNCUT):.3f}"
+            for lag in (0, 4, 8)
+        ]
         assert cells(f'`"{name}"`{first}') == found, name
 
 

@@ -129,7 +129,9 @@ def expected_gradient(algo: PPO, lag: int, values_PT: Tensor | None = None) -> t
 @each_case("level", ["token", "turn"])
 @each_case("lag", [0, 4, 8])
 def test_the_gradient_is_exact_whatever_the_critic_says_and_whoever_sampled(lag: int, level: str) -> None:
-    algo = PPO.model_validate({"importance": "prefix", "importance_cap": UNCUT, "trace_cap": UNCUT, "level": level})
+    algo = PPO.model_validate(
+        {"importance": "prefix", "importance_bounds": (0.0, UNCUT), "trace_cap": UNCUT, "level": level}
+    )
     estimate, exact = expected_gradient(algo, lag)
     torch.testing.assert_close(estimate, exact, atol=1e-10, rtol=1e-10)
     assert exact.abs().max() > 0.1
@@ -137,7 +139,7 @@ def test_the_gradient_is_exact_whatever_the_critic_says_and_whoever_sampled(lag:
 
 def test_with_the_true_values_a_shorter_trace_is_exact_too() -> None:
     theta, _ = tables(0)
-    algo = PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT, gae_lambda=0.3)
+    algo = PPO(importance="prefix", importance_bounds=(0.0, UNCUT), trace_cap=UNCUT, gae_lambda=0.3)
     estimate, exact = expected_gradient(algo, 0, true_values(theta))
     torch.testing.assert_close(estimate, exact, atol=1e-10, rtol=1e-10)
     estimate, exact = expected_gradient(algo, 8, true_values(theta))  # and for stale actions: they are reweighted
@@ -156,18 +158,18 @@ def test_plain_gae_is_biased_for_stale_actions_and_each_correction_is_nearer() -
     for lag in (4, 8):
         plain, token = (
             distance(lag, importance="none"),
-            distance(lag, importance="token", importance_cap=UNCUT, trace_cap=UNCUT),
+            distance(lag, importance="token", importance_bounds=(0.0, UNCUT), trace_cap=UNCUT),
         )
         assert plain > 0.1
         assert 0.02 < token < plain
-        assert distance(lag, importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT) < 1e-9
+        assert distance(lag, importance="prefix", importance_bounds=(0.0, UNCUT), trace_cap=UNCUT) < 1e-9
     assert distance(0, importance="none") < 1e-9
 
 
 def test_less_the_others_mean_it_is_as_exact() -> None:
     """All steps of two episodes, each as likely as it is, eight steps late."""
     theta, older = tables(8)
-    algo = PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT)
+    algo = PPO(importance="prefix", importance_bounds=(0.0, UNCUT), trace_cap=UNCUT)
     mass_P, logprobs_PT = logprobs_of(older).sum(1).exp(), logprobs_of(theta)
     total, moved = torch.zeros((), dtype=torch.float64), 0.0
     for pair in itertools.product(range(len(PATHS)), repeat=2):
@@ -195,7 +197,10 @@ def test_a_sample_is_within_three_standard_errors() -> None:
     theta, older = tables(8)
     n = 1_000_000
     weight_PT = weights(
-        PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT, centre=False), theta, older, any_values()
+        PPO(importance="prefix", importance_bounds=(0.0, UNCUT), trace_cap=UNCUT, centre=False),
+        theta,
+        older,
+        any_values(),
     )
     scores = []  # of each path: the gradient that one episode of it gives
     for at in range(len(PATHS)):

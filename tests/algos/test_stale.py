@@ -27,10 +27,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     'importance = "none"': {"importance": "none"},
     'importance = "token"': {},
     'importance_mode = "mask"': {"importance_mode": "mask"},
-    "importance_cap = 1e9": {"importance_cap": UNCUT},
+    "importance_bounds = [0, 1e9]": {"importance_bounds": (0.0, UNCUT)},
     'importance = "sequence"': {"importance": "sequence"},
     'importance = "sequence", importance_mode = "mask"': {"importance": "sequence", "importance_mode": "mask"},
-    'importance = "sequence", importance_cap = 1e9': {"importance": "sequence", "importance_cap": UNCUT},
+    'importance = "sequence", importance_bounds = [0, 1e9]': {
+        "importance": "sequence",
+        "importance_bounds": (0.0, UNCUT),
+    },
     'importance = "geometric"': {"importance": "geometric"},
     'reject = "token"': {"reject": "token"},
     'reject = "sequence"': {"reject": "sequence"},
@@ -84,7 +87,7 @@ def error(lag: int, **settings: Any) -> tuple[float, float]:
 
 @each_case("lag", [0, 4, 8])
 def test_weighing_whole_episodes_uncut_is_exact(lag: int) -> None:
-    assert error(lag, importance="sequence", importance_cap=UNCUT)[0] < 1e-9
+    assert error(lag, importance="sequence", importance_bounds=(0.0, UNCUT))[0] < 1e-9
 
 
 def test_each_weight_is_nearer_than_none_and_bounds_trade_bias_for_noise() -> None:
@@ -92,7 +95,7 @@ def test_each_weight_is_nearer_than_none_and_bounds_trade_bias_for_noise() -> No
     found = {name: error(8, **settings) for name, settings in CORRECTIONS.items()}
     for level in ("token", "sequence", "geometric"):
         assert 0.02 < found[f'importance = "{level}"'][0] < found['importance = "none"'][0] - 0.1
-    uncut = found['importance = "sequence", importance_cap = 1e9']
+    uncut = found['importance = "sequence", importance_bounds = [0, 1e9]']
     truncated, masked = found['importance = "sequence"'], found['importance = "sequence", importance_mode = "mask"']
     assert uncut[0] < truncated[0] < masked[0]
     assert uncut[1] > truncated[1] > masked[1]

@@ -82,7 +82,7 @@ def kept_run(folder: Path, batches: list[list[Group]], settings: RunConfig) -> d
             policy_loss(
                 surrogate,
                 columns["weight"],
-                importance_weights(proximal, columns["behaviour"], algo.importance_cap),
+                importance_weights(proximal, columns["behaviour"], algo.importance_bounds[1]),
                 kl_T=kl,
                 kl_weight=algo.kl_weight,
                 entropy_T=entropy if algo.entropy_weight > 0 else None,
@@ -101,7 +101,7 @@ def kept_run(folder: Path, batches: list[list[Group]], settings: RunConfig) -> d
     [
         (GRPO(), Train(warmup_steps=0)),
         (
-            GRPO(kl_weight=0.1, entropy_weight=0.05, importance_cap=1.2, normalise="sequence", scale="std"),
+            GRPO(kl_weight=0.1, entropy_weight=0.05, importance_bounds=(0.0, 1.2), normalise="sequence", scale="std"),
             Train(warmup_steps=2, lr=1e-2, tokens_per_batch=64),
         ),
     ],

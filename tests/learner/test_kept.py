@@ -184,7 +184,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policys_return(with_sets
         plain = row([*PROMPT, *tokens], range(2, 2 + len(tokens)), episode=number, advantage=earned(tokens))
         columns = {"behaviour": torch.stack(logprobs).detach().float(), "weight": torch.full((len(tokens),), chance)}
         rows.append(replace(plain.having(**columns), ragged={"kept": ragged(sets)} if with_sets else {}))
-    policy, algorithm = PolicyModel(small_dir), GRPO(baseline="none", importance_cap=100.0)
+    policy, algorithm = PolicyModel(small_dir), GRPO(baseline="none", importance_bounds=(0.0, 100.0))
     (pack,) = packs([rows], 4096)
     logprobs_K, entropy_K = policy.logprobs(pack, temperature=NUCLEUS.temperature)
     outputs = Outputs(logprobs_K=logprobs_K, entropy_K=entropy_K)

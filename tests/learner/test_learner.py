@@ -49,7 +49,9 @@ def row_by_row(folder: Path, groups: list[Group], config: RunConfig) -> tuple[fl
                 outcome = member.outcome - sum(other.outcome for other in others) / len(others)
                 logprob = logprobs[place - 1, ids[place]]
                 now = float(logprob.detach())
-                weight = min(algo.importance_cap, math.exp(now - sampled_at)) if algo.importance == "token" else 1.0
+                weight = (
+                    min(algo.importance_bounds[1], math.exp(now - sampled_at)) if algo.importance == "token" else 1.0
+                )
                 ratio = (logprob - now).exp()
                 entropy = -(logprobs[place - 1].exp() * logprobs[place - 1]).sum()
                 gap = now - logprob  # the reference is the initial policy
@@ -89,7 +91,7 @@ def tree_gradients(
     [
         GRPO(),
         GRPO(normalise="sequence", importance="none", process_weight=0.0),
-        GRPO(kl_weight=0.1, entropy_weight=0.05, importance_cap=1.2),
+        GRPO(kl_weight=0.1, entropy_weight=0.05, importance_bounds=(0.0, 1.2)),
     ],
 )
 @each_case("budget", [30, 4096])

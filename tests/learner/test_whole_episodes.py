@@ -39,8 +39,8 @@ def stepped(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"importance": "sequence", "importance_cap": 50.0},
-        {"importance": "geometric", "importance_mode": "mask", "importance_floor": 0.1},
+        {"importance": "sequence", "importance_bounds": (0.0, 50.0)},
+        {"importance": "geometric", "importance_mode": "mask", "importance_bounds": (0.1, 2.0)},
         {"reject": "geometric", "reject_bounds": (0.1, 2.0)},
     ],
     ids=["sequence", "geometric", "reject"],

@@ -198,10 +198,5 @@ async def test_a_turn_that_breaks_every_engine_is_given_up_in_the_end(
 def test_turns_that_are_preempted_need_their_tokens() -> None:
     engine, rollout = {"at_update": "leave"}, {"resume": "group"}
     document = {"model": "m", "env": {"id": "test/Env"}, "rollout": rollout, "engine": engine}
-        "model": "m",
-        "env": {"id": "test/Env"},
-        "rollout": {"resume": "group"},
-        "engine": {"at_update": "leave"},
-    }
     with pytest.raises(ConfigError, match="preempted turns go on from tokens"):
         parse(document)

@@ -330,7 +330,7 @@ def test_what_happens_to_each_token_is_written(plain: RunDir, tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert sum(len(row["token_ids"]) for row in rows) == again.metrics["tokens_computed"] > 0
     assert sum(sum(row["loss"]) for row in rows) == pytest.approx(again.metrics["loss"], abs=1e-6)
-    cap = plain.config().algo.importance_cap
+    cap = plain.config().algo.importance_bounds[1]
     with RunStore.read(plain.store_path) as store:
         for row in rows:
             turn = store.reads.trajectory(row["episode"]).turns[row["turn"]]

@@ -33,9 +33,9 @@ ADVANTAGES = [1.0, -1.0]  # each is judged by the other one
 CAP = 1e9  # on importance weights: the API has none
 CASES: dict[str, tuple[Algorithm, dict[str, float]]] = {
     "cross_entropy": (Supervised(), {}),
-    "importance_sampling": (GRPO(clip_from="proximal", importance_cap=CAP), {}),
+    "importance_sampling": (GRPO(clip_from="proximal", importance_bounds=(0.0, CAP)), {}),
     "ppo": (
-        GRPO(clip_from="behaviour", clip_low=0.1, clip_high=0.05, importance_cap=CAP),
+        GRPO(clip_from="behaviour", clip_low=0.1, clip_high=0.05, importance_bounds=(0.0, CAP)),
         {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
     ),
 }

@@ -162,7 +162,7 @@ class Follower:
         try:
             tensors = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
-            hint = f"the run that wrote it had algo.{folder.name.partition('.')[0]}_every = 0"
+            hint = f"the run that wrote it had no number as algo.{folder.name.partition('.')[0]}"
             raise ModelError(f"no moving model in {str(folder)!r} ({error}): perhaps {hint}") from error
         current = self._tensors
         wrong = current.keys() ^ tensors.keys() or {
