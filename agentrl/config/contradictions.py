@@ -86,7 +86,8 @@ def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
 
 
 def _typed(field: str, name: str, value: object) -> str:
-    """The mend of an algorithm's setting: the command line reaches no entry of a list."""
+    """The fix for an algorithm's setting. The command line reaches no entry of a list: there the fix is to leave it
+    out."""
     value = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
     return f"--set {field}.{name}={value}" if field == "algo" else "leave it out"
 

@@ -119,7 +119,7 @@ PINNED: Final = Value[int | None]("pinned", None, int)
 WORKERS: Final = _json("workers", cast("list[int] | None", None))
 """The numbers of the workers that the run has now; None: those of the run file."""
 WANTED_SIZE: Final = _json("wanted_size", cast("dict[str, Any]", {}))
-"""What was asked for: `engines`, `workers`, `ranks`, if they were; see `agentrl.run.cluster.scale_requests`."""
+"""The requested `engines`, `workers` and `ranks`, where there are some; see `agentrl.run.cluster.scale_requests`."""
 SCALING: Final = _json("scaling", cast("dict[str, Any]", {}))
 """Which parts are `coming`, `going`, and in `trouble`."""
 

@@ -156,7 +156,7 @@ class BatchRequest:
     kept: list[list[int]] = field(default_factory=list[list[int]])
     emitted: int = 0
     slot: int = -1
-    cached: int = 0  # prompt tokens whose keys and values were found, not computed
+    cached: int = 0  # prompt tokens whose keys and values were cached, not computed
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (first token, version)
 
     def __post_init__(self) -> None:

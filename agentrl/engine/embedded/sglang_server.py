@@ -254,7 +254,7 @@ def _as_vllm(document: dict[str, Any]) -> bytes:
         if name not in _SAMPLING | _SAMPLING_NOT_HERE:
             raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
         params[_RENAMED.get(name, name)] = value
-    if params.get("max_tokens") == 0:  # the prompt alone is asked for
+    if params.get("max_tokens") == 0:  # the prompt alone is requested
         params["max_tokens"] = 1
     body: dict[str, Any] = {
         "token_ids": document.get("input_ids"),

@@ -116,7 +116,7 @@ class Canary:
 # answer with it the engine must have gone the learner's way. An adapter that an engine loads and does not use would be
 # within the tolerance for as long as training has moved it by less, and longer than any stuck engine.
 #
-# The price is time. A stuck engine is found some steps later, and tokens that it sampled meanwhile carry the version of
+# The price is time. A stuck engine shows some steps later, and tokens that it sampled meanwhile carry the version of
 # weights that did not sample them (law 1). And the learner's numbers must be of weights in the engine's dtype, since an
 # engine in bfloat16 rightly stays where it is while steps are smaller than its grid (`rounded`).
 #

@@ -42,7 +42,7 @@ class Pending:
     conversation: Conversation
     asked_s: float
     answers_before: int
-    """How many answers were read when it was asked."""
+    """How many answers were read when this request came."""
     clients: int = 0
     """Connections that wait for the reply."""
     reply: Reply | None = None

@@ -283,7 +283,7 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
 # `LEAK_PATIENCE_S` to do so, and idle threads of trio are not the environment's.
 #
 # A process whose parent has ended is no child of this process any more. Its environment still names the private folder
-# for temporary files, which every process of the checked environment inherits: by that it is found.
+# for temporary files, which every process of the checked environment inherits: the check looks for it.
 #
 # The prices: what an environment opens once in a hundred episodes is not seen. Neither is a daemon that was started
 # with variables of its own alone. On a system without /proc the check is skipped, and the report says so. Law 4 rests

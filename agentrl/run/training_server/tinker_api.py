@@ -36,7 +36,7 @@ from agentrl.run.training_server.tinker_messages import (
 from agentrl.run.training_server.trained_adapters import FORWARD_BACKWARD
 from agentrl.run.training_server.training_calls import TrainingCalls, model_id, sampler_id
 
-_WAIT_S = 30.0  # for an answer, before a client is asked to come again; it waits for 45
+_WAIT_S = 30.0  # for an answer, before a client has to come again; it waits for 45
 _WARNING = "this server trains no adapter on the unembedding: train_unembed has no effect"
 _FIXED: Mapping[str, Mapping[str, object]] = {  # answers that depend on nothing
     "client/config": {"use_pyqwest_transport": False},

@@ -6,7 +6,7 @@ checked here: a ConfigError names the field, the value and the fix.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (the package is imported when it is asked for, without types)
+# (the package is imported when it is needed, without types)
 
 from __future__ import annotations
 

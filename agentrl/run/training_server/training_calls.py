@@ -96,7 +96,7 @@ class TrainingCalls:
         await trio.to_thread.run_sync(self._adapters.end, session, limiter=self._thread)
 
     async def _drive(self, model: str) -> None:
-        until = None  # when the calls that wait for one that has not come are given up
+        until = None  # when the calls that wait for one that has not come stop waiting
         while True:
             came = self._driven[model] = trio.Event()
             if (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
