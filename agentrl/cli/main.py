@@ -574,7 +574,7 @@ def serve(
     numbers = _gpu_numbers(gpus)
     settings = EngineSettings(
         kind=kind,
-        gpus=[numbers] if numbers else [],
+        replicas=[numbers] if numbers else 1,
         threads=threads or "auto",
         max_batch=max_batch,
         kv_cache_mb=kv_cache_mb,
