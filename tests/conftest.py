@@ -113,8 +113,9 @@ def _compiler() -> str | None:
 
 
 def _adapters() -> str | None:
-    names = ("anthropic", "datasets", "minisweagent", "openai", "openenv", "pettingzoo", "pygame", "reasoning_gym")
-    names += ("mlflow", "prometheus_client", "pyarrow", "tensorboard", "textarena", "verifiers", "wandb")
+    names = ("anthropic", "datasets", "ipykernel", "minisweagent", "mlflow", "nbclient", "openai", "openenv")
+    names += ("pettingzoo", "prometheus_client", "pyarrow", "pygame", "reasoning_gym", "tensorboard", "textarena")
+    names += ("verifiers", "wandb")
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
