@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from store.play import START, admit, answer, play, serve, turn
@@ -29,13 +30,12 @@ DONE = "action 1"
 PICTURE = images.read(png(np.full((8, 12, 3), 200, dtype=np.uint8)))
 
 
-def make_run(path: Path) -> RunDir:
+def make_run(path: Path, **sections: Any) -> RunDir:
     """Group 1, of episodes 1 and 2, is trained by step 1; of group 2 episode 3 has failed and 4 goes on; episode 5 is
     of an evaluation. Episode 1 wrote `HOSTILE`, and was answered it and `LONG`; episode 2
-    edited the file `FILE`, and was shown `PICTURE`."""
-    run = RunDir.create(
-        path, parse({"name": "made", "model": "m", "env": {"id": "test/Env-v0"}, "train": {"steps": 4}})
-    )
+    edited the file `FILE`, and was shown `PICTURE`. `sections` are more of its run file."""
+    document = {"name": "made", "model": "m", "env": {"id": "test/Env-v0"}, "train": {"steps": 4}, **sections}
+    run = RunDir.create(path, parse(document))
     with RunStore.open(run.store_path) as store:
         serve(store, 0)
         admit(store)

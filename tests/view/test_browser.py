@@ -55,8 +55,8 @@ def until_shown(page: Any) -> None:
 
 
 def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path: Path) -> None:
-    for name in ("made", "other"):
-        make_run(tmp_path / name)
+    make_run(tmp_path / "made")
+    make_run(tmp_path / "other", rollout={"stop": [f"a long text that ends a turn, number {n}" for n in range(20)]})
     wrong: list[str] = []
     with served([tmp_path]) as address:
         origin = address.partition("#")[0]
@@ -80,6 +80,10 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         page.click("text=Compare 2 runs")
         shows("compare")
         assert page.locator(".page-compare svg .line").count() >= 2
+        differs = page.locator(".differs")
+        assert "rollout.stop" in differs.text_content(), "a long value stands there"
+        fits = "(table) => table.offsetWidth <= table.parentElement.clientWidth"
+        assert differs.evaluate(fits), "what the second run has is in sight"
         page.keyboard.press("g")
         shows("runs")
         page.click(".run a[href='#/run/made']")

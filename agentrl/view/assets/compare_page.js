@@ -46,7 +46,7 @@ export async function show({ root, query, signal }) {
     )))));
     const settings = runs.map((run) => leaves(run.config));
     const keys = [...new Set(settings.flatMap((one) => [...one.keys()]))].filter((key) => new Set(settings.map((one) => one.get(key))).size > 1);
-    fresh(diff, keys.length ? h("table", {}, h("thead", {}, head("setting", ...ids)), h("tbody", {}, keys.map((key) => h("tr", {}, h("td", {}, h("code", {}, key)), settings.map((one) => h("td", { class: "num" }, h("code", {}, one.get(key) ?? "–"))))))) : h("p", { class: "quiet" }, "Their configurations are equal."));
+    fresh(diff, keys.length ? h("table", { class: "differs" }, h("thead", {}, h("tr", {}, ["setting", ...ids].map((cell) => h("th", {}, cell)))), h("tbody", {}, keys.map((key) => h("tr", {}, h("td", {}, h("code", {}, key)), settings.map((one) => h("td", {}, h("code", {}, one.get(key) ?? "–"))))))) : h("p", { class: "quiet" }, "Their configurations are equal."));
   }
 
   await refresh();

@@ -80,10 +80,10 @@ export async function show({ root, id, number: episode, query, signal }) {
 
   // The episode that all its relatives come from, and what was forked from each.
   function familyTree() {
-    const one = (episode) => (episode === data.id ? h("b", { "aria-current": "true" }, `episode ${number(episode)}`) : link(path("run", id, "episode", episode), `episode ${number(episode)}`));
+    const one = (episode) => (episode === data.id ? h("b", { "aria-current": "true" }, `episode ${episode}`) : link(path("run", id, "episode", episode), `episode ${episode}`));
     const branch = (episode) => {
       const forks = data.family.filter((fork) => fork.of === episode);
-      return h("li", {}, one(episode), forks.length ? h("ul", {}, forks.map((fork) => h("li", {}, `from turn ${fork.turn}: `, link(path("run", id, "group", fork.group), `group ${number(fork.group)}`), h("ul", {}, fork.members.map(branch))))) : null);
+      return h("li", {}, one(episode), forks.length ? h("ul", {}, forks.map((fork) => h("li", {}, `from turn ${fork.turn}: `, link(path("run", id, "group", fork.group), `group ${fork.group}`), h("ul", {}, fork.members.map(branch))))) : null);
     };
     return h("ul", { class: "tree" }, branch(data.family[0].of));
   }
@@ -95,7 +95,7 @@ export async function show({ root, id, number: episode, query, signal }) {
     const choices = h("div", { class: "modes", role: "group", "aria-label": "How tokens are shown" }, modes().map(([value, text]) => h("button", { type: "button", "aria-pressed": String(mode === value), onclick: () => color(value) }, text)));
     const most = Math.max(...data.siblings.map((one) => Math.abs(one.advantage ?? 0)), 1e-9);
     const members = h("table", { class: "small" }, h("thead", {}, h("tr", {}, h("th", {}, "Member"), h("th", { class: "num" }, "Outcome"), h("th", { class: "num" }, "Advantage"), h("th", { class: "num" }, "Turns"), h("th", { class: "num" }, "Tokens"))),
-      h("tbody", {}, data.siblings.map((one) => h("tr", { class: one.id === data.id ? "chosen" : "" }, h("td", {}, link(path("run", id, "episode", one.id), number(one.id))), h("td", { class: "num" }, number(one.outcome)),
+      h("tbody", {}, data.siblings.map((one) => h("tr", { class: one.id === data.id ? "chosen" : "" }, h("td", {}, link(path("run", id, "episode", one.id), String(one.id))), h("td", { class: "num" }, number(one.outcome)),
         h("td", { class: `num ${one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : ""}` }, one.advantage === null ? "–" : signed(one.advantage), h("progress", { max: most, value: Math.abs(one.advantage ?? 0), class: one.advantage < 0 ? "minus" : "", "aria-hidden": "true" })), h("td", { class: "num" }, number(one.n_turns)), h("td", { class: "num" }, number(one.tokens))))));
     const sums = {};
     for (const turn of data.turns) for (const [source, value] of Object.entries(turn.rewards)) sums[source] = (sums[source] ?? 0) + value;
@@ -110,7 +110,7 @@ export async function show({ root, id, number: episode, query, signal }) {
         Object.entries(sums).map(([source, value]) => h("tr", {}, h("td", {}, source === "env" ? "turns, by the environment" : `turns, by ${source}`), h("td", { class: "num" }, signed(value)))),
         h("tr", {}, h("td", {}, "outcome"), h("td", { class: "num" }, number(data.outcome))),
         Object.entries(data.outcomes).map(([role, value]) => h("tr", {}, h("td", {}, `outcome of ${role}`), h("td", { class: "num" }, number(value))))))),
-      h("section", { class: "card" }, h("h2", {}, link(path("run", id, "group", data.group), `Group ${number(data.group)}`), h("span", { class: "note" }, data.group_state)), h("div", { class: "scroll" }, members)),
+      h("section", { class: "card" }, h("h2", {}, link(path("run", id, "group", data.group), `Group ${data.group}`), h("span", { class: "note" }, data.group_state)), h("div", { class: "scroll" }, members)),
       h("section", { class: "card" }, h("h2", {}, "Time"), episodeTimes(data, (turn) => { location.hash = here({ turn }); })),
       data.family.length ? h("section", { class: "card" }, h("h2", {}, "Forks"), familyTree()) : null,
       data.restarts.length ? h("section", { class: "card" }, h("h2", {}, "Earlier trials"), data.restarts.map(earlier)) : null,
@@ -121,7 +121,7 @@ export async function show({ root, id, number: episode, query, signal }) {
 
   function draw() {
     fresh(head, 
-      h("div", { class: "title" }, h("h1", {}, `Episode ${number(data.id)}`), outcomeChip(data), data.late ? chip("late", "wait") : null, h("span", { class: "grow" }), steps()),
+      h("div", { class: "title" }, h("h1", {}, `Episode ${data.id}`), outcomeChip(data), data.late ? chip("late", "wait") : null, h("span", { class: "grow" }), steps()),
       h("p", { class: "note" }, [
         `${data.env}, seed ${data.seed}`, `${data.purpose}`, (data.stop_reason ?? data.state).replaceAll("_", " "), `${number(data.turns.length)} turns, ${number(data.tokens)} tokens`, duration(data.seconds),
         data.dropped ? `left untrained: ${data.dropped.replaceAll("_", " ")}` : null,

@@ -18,7 +18,7 @@ export function episodeTable(id, rows, { sort, order, sorted } = {}) {
   const head = COLUMNS.map(([column, title, kind]) => h("th", { class: kind, scope: "col", "aria-sort": column && column === sort ? (order === "asc" ? "ascending" : "descending") : null },
     column && sorted ? h("button", { type: "button", onclick: () => sorted(column) }, title, column === sort ? (order === "asc" ? " ↑" : " ↓") : "") : title));
   const body = rows.map((row) => h("tr", { "data-id": row.id, onclick: (event) => { if (!event.target.closest("a")) location.hash = path("run", id, "episode", row.id); } },
-    h("td", { class: "num", "data-name": "episode" }, link(path("run", id, "episode", row.id), number(row.id))),
+    h("td", { class: "num", "data-name": "episode" }, link(path("run", id, "episode", row.id), String(row.id))),
     h("td", { class: "num", "data-name": "group" }, link(path("run", id, "group", row.group), number(row.group))),
     h("td", { "data-name": "" }, outcomeChip(row), row.late ? h("span", { class: "chip wait" }, "late") : null),
     h("td", { class: "num", "data-name": "outcome" }, number(row.outcome)),
@@ -98,7 +98,7 @@ export async function show({ root, id, query, signal }) {
     Object.assign(lastList, { run: id, ids: rows.map((row) => row.id), address: location.hash });
     histogram(found.histogram);
     const offset = found.offset;
-    const back = found.searched_back_to === null ? "" : `; texts were searched back to episode ${number(found.searched_back_to)}`;
+    const back = found.searched_back_to === null ? "" : `; texts were searched back to episode ${found.searched_back_to}`;
     count.textContent = found.total ? `${number(offset + 1)}–${number(offset + rows.length)} of ${number(found.total)} episodes${back}` : `No episode is like that${back}`;
     fresh(table, episodeTable(id, rows, { sort: asked.sort ?? "ended", order: asked.order ?? "desc", sorted: (column) => go({ sort: column, order: (asked.sort ?? "ended") === column && (asked.order ?? "desc") === "desc" ? "asc" : "desc" }) }));
     if (chosen >= 0) choose(rows.findIndex((row) => row.id === kept));
