@@ -390,7 +390,7 @@ def edit(folder: Path, name: str, text: str | None) -> None:
     if text is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, errors="surrogateescape")
 
 
 @each_case(
@@ -400,6 +400,8 @@ def edit(folder: Path, name: str, text: str | None) -> None:
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "cannot read"),
         ("tokenizer_config.json", "{", "not valid JSON"),
+        ("tokenizer_config.json", "{}\udcff", "not valid JSON"),  # a byte that no text in UTF-8 has
+        ("chat_template.jinja", "{{ messages }}\udcff", "no text in UTF-8"),
         ("chat_template.jinja", "{% if %}", "does not parse"),
         ("chat_template.jinja", "{{ messages[0].content | upper }}", "does not write an assistant's text as it is"),
         ("chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}", "special token"),

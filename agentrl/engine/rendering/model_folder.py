@@ -58,10 +58,10 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     elif template is not None:
         raise ModelError(f"{folder}: chat_template = {template!r:.100} is no text")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_text(path)
     path = folder / "chat_template.jinja"
     if path.is_file():
-        templates["default"] = path.read_text(encoding="utf-8")
+        templates["default"] = _read_text(path)
     if "default" not in templates:
         raise ModelError(
             f"model folder {str(folder)!r} has no chat template; put one into chat_template.jinja beside its tokenizer"
@@ -69,11 +69,18 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     return templates
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        document: Any = json.loads(path.read_text())
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
