@@ -194,9 +194,9 @@ SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs peers v
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
-	$(COMPILE) --extra train pyproject.toml requirements/runtime.in -o requirements/runtime.txt
-	$(COMPILE) --extra train --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
-	$(COMPILE) --extra train --extra dev --extra adapters --extra tinker --extra tensorboard --extra wandb --extra mlflow --extra otel --extra parquet --extra prometheus --extra pandas --extra polars pyproject.toml requirements/runtime.in -o requirements/adapters.txt
+	$(COMPILE) --extra train --extra compare pyproject.toml requirements/runtime.in -o requirements/runtime.txt
+	$(COMPILE) --extra train --extra compare --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
+	$(COMPILE) --extra train --extra compare --extra dev --extra adapters --extra tinker --extra tensorboard --extra wandb --extra mlflow --extra otel --extra parquet --extra prometheus --extra pandas --extra polars pyproject.toml requirements/runtime.in -o requirements/adapters.txt
 	$(COMPILE) --extra train --extra dev --extra inspect --extra swe-rex pyproject.toml requirements/runtime.in \
 	  -o requirements/remote.txt
 	$(COMPILE) -c requirements/adapters.txt requirements/docs.in -o requirements/docs.txt

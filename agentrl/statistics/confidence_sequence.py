@@ -1,0 +1,57 @@
+"""A confidence sequence: an interval that may be looked at after every task, and still holds at its level.
+
+A fixed interval that is computed again after each task excludes the truth sooner or later. This one is the set of means
+against which nobody could have won much money by betting on the tasks as they came: the hedged capital process of
+Waudby-Smith and Ramdas ("Estimating means of bounded random variables by betting", JRSSB 86, 2024, arXiv:2010.09686,
+theorem 3 with the bets of equation 26). It needs differences between -1 and 1 and an order of tasks that does not
+depend on their results. The price is width: about one and a half times that of a fixed interval.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from agentrl.statistics.paired import Array
+
+_MOST = 0.5
+"""The largest share of its capital that a bet may lose, the paper's c."""
+
+
+def sequence(differences: Array, *, alpha: float) -> tuple[Array, Array]:
+    """Return both ends of the interval after the last task along the last axis. It is the intersection of the intervals
+    after each task, so the true mean lies in it with probability 1 - alpha however often it was looked at."""
+    shares = (differences + 1) / 2
+    return 2 * _lower_end(shares, alpha) - 1, 1 - 2 * _lower_end(1 - shares, alpha)
+
+
+def decided_after(differences: Array, *, alpha: float) -> int | None:
+    """Return the number of tasks after which the interval excluded zero; None if it does not."""
+    shares, middle = (differences + 1) / 2, np.array([0.5])
+    excluded = np.maximum(_log_capital(shares, middle, alpha), _log_capital(1 - shares, middle, alpha))
+    crossed = np.flatnonzero(excluded >= math.log(2 / alpha))
+    return int(crossed[0]) + 1 if crossed.size else None
+
+
+def _lower_end(shares: Array, alpha: float) -> Array:
+    """Return the largest mean that a bet on larger values has ruled out. The capital of that bet falls as the mean that
+    it is offered rises, so that bisection finds the end."""
+    low, high = np.zeros((*shares.shape[:-1], 1)), np.ones((*shares.shape[:-1], 1))
+    for _ in range(24):
+        middle = (low + high) / 2
+        most = _log_capital(shares, middle, alpha).max(axis=-1, keepdims=True)
+        is_out = most >= math.log(2 / alpha)  # each of the two bets has half of the capital
+        low, high = np.where(is_out, middle, low), np.where(is_out, high, middle)
+    return low[..., 0]
+
+
+def _log_capital(shares: Array, mean: Array, alpha: float) -> Array:
+    """Return the logarithm of the capital after each task of somebody who bets that values exceed `mean`, which is
+    above 0. A bet knows earlier tasks alone: it is the larger, the less these varied."""
+    order = np.arange(1, int(shares.shape[-1]) + 1, dtype=np.float64)
+    means = (0.5 + np.cumsum(shares, axis=-1)) / (order + 1)
+    variances = (0.25 + np.cumsum((shares - means) ** 2, axis=-1)) / (order + 1)
+    earlier = np.concatenate([np.full((*shares.shape[:-1], 1), 0.25), variances[..., :-1]], axis=-1)
+    bets = np.sqrt(2 * math.log(2 / alpha) / (earlier * order * np.log(order + 1)))
+    return np.cumsum(np.log1p(np.minimum(bets, _MOST / mean) * (shares - mean)), axis=-1)

@@ -1,0 +1,87 @@
+"""The smallest difference in success that a comparison can show, before anything is spent.
+
+Each model is sampled `samples` times on each of `tasks` tasks. Two samples of a model on one task are correlated
+(`correlation`: some tasks are hard), and so are samples of the two models (`across`: most of these are hard for both).
+The variance of a task's difference follows, as in Miller 2024 (arXiv:2411.00640, section 5); the power is that of the
+test that `agentrl compare` makes, McNemar's exact one for a single sample and the t test over tasks for several.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import UsageError
+from agentrl.statistics.paired import LEVEL
+from agentrl.statistics.scipy_stats import scipy_stats
+
+POWER = 0.8
+"""The probability with which a plan's difference is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """The sizes of a comparison and the assumptions about its tasks. `base_rate` is the success of the first model; the
+    second one is better."""
+
+    tasks: int
+    samples: int = 1
+    base_rate: float = 0.5
+    correlation: float = 0.5
+    across: float = 0.4
+
+    def __post_init__(self) -> None:
+        if self.tasks < 2 or self.samples < 1:
+            raise UsageError(f"{self.tasks} tasks x {self.samples} samples: give 2 tasks and 1 sample or more")
+        if not 0 < self.base_rate < 1:
+            raise UsageError(f"base rate {self.base_rate:g}: give the success of the first model, between 0 and 1")
+        if not 0 <= self.across <= self.correlation <= 1:
+            hint = "both lie between 0 and 1, and two models agree no more than one with itself"
+            raise UsageError(f"correlation {self.correlation:g}, across {self.across:g}: {hint}")
+
+    def power(self, difference: float) -> float:
+        """Return the probability that a second model, better by `difference`, is shown to be."""
+        rates = np.array([self.base_rate, self.base_rate + difference])
+        variances = rates * (1 - rates)
+        only_first = self.base_rate * (1 - rates[1])  # solves it and the second does not, were they independent
+        only_second = rates[1] * (1 - self.base_rate)
+        # Two rates that differ cannot agree perfectly: this is the covariance of models that share each difficulty.
+        covariance = float(min(self.across * math.sqrt(variances[0] * variances[1]), self.correlation * only_first))
+        if self.samples == 1:
+            return self._mcnemar_power(float(only_second) - covariance, float(only_first) - covariance)
+        share = self.correlation + (1 - self.correlation) / self.samples
+        spread = max(0.0, share * float(variances.sum()) - 2 * covariance)
+        return self._t_power(difference, spread)
+
+    def _t_power(self, difference: float, spread: float) -> float:
+        stats: Any = scipy_stats()
+        # Agresti and Min's additional tasks, as in `paired.over_tasks`.
+        count = self.tasks + 2
+        centre = difference * self.tasks / count
+        squares = self.tasks * (spread + difference**2) + 1
+        error = math.sqrt((squares - count * centre**2) / (count - 1) / count)
+        needed = float(stats.t.ppf(0.5 + LEVEL / 2, self.tasks - 1)) * error
+        return float(stats.norm.sf((needed - centre) / math.sqrt(self.tasks * spread / count**2 + 1e-12)))
+
+    def _mcnemar_power(self, won: float, lost: float) -> float:
+        """Return the power if the second model alone solves a task with probability `won`, the first with `lost`."""
+        stats: Any = scipy_stats()
+        differing = np.arange(self.tasks + 1)
+        # The test rejects if the first model alone solved at most `most_lost` of the differing tasks.
+        most_lost = stats.binom.ppf((1 - LEVEL) / 2, differing, 0.5)
+        most_lost -= stats.binom.cdf(most_lost, differing, 0.5) > (1 - LEVEL) / 2
+        rejects = stats.binom.cdf(most_lost, differing, lost / (won + lost))
+        return float(stats.binom.pmf(differing, self.tasks, won + lost) @ rejects)
+
+    def smallest_difference(self) -> float | None:
+        """Return the smallest difference that is shown with probability `POWER`; None if not even the largest is."""
+        low, high = 0.0, 1.0 - self.base_rate
+        if self.power(high) < POWER:
+            return None
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.power(middle) >= POWER else (middle, high)
+        return high
