@@ -52,6 +52,12 @@ RULES = (
     Rule("records is standard library only", ("agentrl.records", "agentrl.errors"), OURS, may=("agentrl.errors",)),
     Rule("algos imports nothing of agentrl", ("agentrl.algos",), OURS, may=("agentrl.algos",)),
     Rule(
+        "statistics knows no other room and no torch",
+        ("agentrl.statistics",),
+        (*OURS, "torch"),
+        may=("agentrl.statistics", "agentrl.errors", "agentrl.host.installation"),
+    ),
+    Rule(
         "rollout, store, env, simulate and the client side of engine never import torch or ray",
         CLIENT_SIDE,
         ("torch", "safetensors.torch", "ray"),
@@ -234,6 +240,7 @@ def client_side_modules() -> list[str]:
         (["agentrl.sandbox", "agentrl.cli"], "torch transformers ray docker swerex inspect_ai"),
         (["agentrl_environments", "agentrl_tools"], "torch transformers ray docker"),
         (["agentrl.run.trainer", "agentrl.run.processes.worker_process"], "torch transformers ray docker matplotlib"),
+        (["agentrl.run.comparison.compare", "agentrl.statistics.power"], "torch transformers ray docker scipy"),
     ],
 )
 def test_a_fresh_interpreter_stays_light(modules: list[str], absent: str) -> None:
@@ -285,6 +292,7 @@ class C:
     "module, source, broken",
     [
         ("agentrl.algos.losses", "from agentrl.records import Turn", "algos imports nothing of agentrl"),
+        ("agentrl.statistics.paired", "from agentrl.run.comparison.results import Results", "statistics knows no"),
         ("agentrl.store.episodes.journal", "def f():\n import torch.nn", "rollout, store, env"),
         ("agentrl.learner.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "learner never imports"),
         ("agentrl.learner.learner", "import httpx", "learner never imports"),

@@ -48,6 +48,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Read a run": {
         "logs": ("logs runs/mine learner -n 50", "logs runs/mine --follow"),
         "tasks": ("tasks runs/mine --failed", "tasks runs/mine --json"),
+        "compare": ("compare runs/one runs/other", "compare --plan 500 --samples 4"),
         "rewards": ("rewards runs/mine", "rewards runs/mine --json"),
         "metrics": ("metrics runs", "metrics runs/mine --port 9100"),
         "audit": ("audit runs/mine", "audit runs/mine --json"),

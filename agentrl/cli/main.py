@@ -22,6 +22,7 @@ from rich.table import Table
 
 from agentrl.cli import tables
 from agentrl.cli.command_groups import OrderedCommands, arrange
+from agentrl.cli.compare import compare
 from agentrl.cli.completion import environment_ids, run_folders
 from agentrl.cli.demo import demo
 from agentrl.cli.demos import demos
@@ -71,6 +72,7 @@ for command in (
     submit,
     rewards,
     rescore,
+    compare,
     simulate,
     plan,
     retrain,

@@ -100,6 +100,8 @@ LINES: dict[str, str] = {
     "simulate --json -": "simulate {file} --episode lognormal:1 --step-s 1 --slots 8 --close full --steps 2 --json -",
     "plan": "plan {file} --json",
     "eval": "eval {run} --json",
+    "compare": "compare {run}:before {run}:after --json",
+    "compare --plan": "compare --plan 100 --json",
     "retrain": "retrain {run} --step 1 --json",
     "validate": "validate agentrl/Calculator-v0 --n 2 --json",
     "list": "list algorithms --json",
