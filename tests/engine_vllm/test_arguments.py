@@ -108,16 +108,17 @@ def test_arguments_are_for_servers_that_the_run_starts() -> None:
 def test_what_is_split_otherwise_is_not_split_by_layers_again(
     given: dict[str, int], gpus: tuple[int, ...], tensor: str | None
 ) -> None:
-    settings(given, gpus=[list(gpus)])
+    settings(given, replicas=[list(gpus)])
     argv = server(gpus=gpus, arguments=given).argv()
     assert argv.count("--tensor-parallel-size") == (tensor is not None)
     assert tensor is None or argv[argv.index("--tensor-parallel-size") + 1] == tensor
 
 
-@pytest.mark.parametrize("gpus", [[], [[0, 1, 2]]])
-def test_a_split_that_needs_other_gpus_is_refused_with_those_it_needs(gpus: list[list[int]]) -> None:
-    with pytest.raises(ConfigError, match=r"they need 2 GPUs for each replica, .* give engine\.gpus = \[\[0, 1\]\]"):
-        settings({"tensor-parallel-size": 2}, gpus=gpus)
+@pytest.mark.parametrize("replicas", [1, [[0, 1, 2]]])
+def test_a_split_that_needs_other_gpus_is_refused_with_those_it_needs(replicas: int | list[list[int]]) -> None:
+    needed = r"they need 2 GPUs for each replica, .* give engine\.replicas = \[\[0, 1\]\]"
+    with pytest.raises(ConfigError, match=needed):
+        settings({"tensor-parallel-size": 2}, replicas=replicas)
 
 
 def answering(folder: Path, script: str) -> VLLMServer:
