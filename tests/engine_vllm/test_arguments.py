@@ -116,8 +116,7 @@ def test_what_is_split_otherwise_is_not_split_by_layers_again(
 
 @pytest.mark.parametrize("replicas", [1, [[0, 1, 2]]])
 def test_a_split_that_needs_other_gpus_is_refused_with_those_it_needs(replicas: int | list[list[int]]) -> None:
-    needed = r"they need 2 GPUs for each replica, .* give engine\.replicas = \[\[0, 1\]\]"
-    with pytest.raises(ConfigError, match=needed):
+    with pytest.raises(ConfigError, match=r"need 2 GPUs for each replica, .* give engine\.replicas = \[\[0, 1\]\]"):
         settings({"tensor-parallel-size": 2}, replicas=replicas)
 
 

@@ -71,7 +71,7 @@ def test_a_reference_is_held_in_the_dtype_of_a_pass(qwen3_dir: Path) -> None:
     for dtype, expected in (("bfloat16", {torch.bfloat16, torch.float32}), ("float32", {torch.float32})):
         train = Train(dtype=dtype, warmup_steps=0)  # type: ignore[arg-type]
         learner = Learner(run_config(algo=GRPO(kl_weight=0.1), train=train, rollout=SHORT).learner, qwen3_dir)
-        reference = learner.models._frozen["reference"]  # pyright: ignore[reportPrivateUsage]
+        reference = learner.models.frozen["reference"]
         assert reference is not None and set(bytes_of(reference, trained=False)) == expected
         report = learner.step([random_group(1, seed=1)], step_of=lambda _: 0)
         assert report.measures is not None and report.measures.kl_reference == 0.0

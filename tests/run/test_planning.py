@@ -210,7 +210,7 @@ def test_gpus_that_cannot_be_divided_are_told_which_numbers_can(config: RunConfi
     document["engine"] |= {"kind": "vllm", "replicas": [[0, 1, 2]]}
     document["train"] |= {"parallel": {"ranks": 4, "tensor": 2, "context": 2}}
     run = RunConfig.model_validate(document)
-    why = r"train\.parallel\.context = 2 GPUs learn together, engine\.gpus gives each engine 3: give 7 or 10"
+    why = r"train\.parallel\.context = 2 GPUs learn together, engine\.replicas gives each engine 3: give 7 or 10"
     with pytest.raises(UsageError, match=rf"--n 8: .*{why}"):
         plan.plan(run, plan.GPUS["h100"], 8, WORK)
 
