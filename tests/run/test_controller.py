@@ -125,6 +125,7 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
         assert full.seats == [0, 1]
         assert scaling.wanted(run.config(), store.meta).engines == 2
         assert scale_requests.refused(store.meta) == "no node has two"
+        assert "was" not in scale_requests.asked(store.meta), "a split is taken back once"
         scale_requests.move(store, ONE, was=TWO)
         assert scale_requests.refused(store.meta) is None
 

@@ -47,7 +47,12 @@ def move(store: RunStore, to: Split, *, was: Split) -> None:
 
 def take_back(store: RunStore, why: str) -> None:
     """Request the split of before again: the learner finds no place for the new one."""
-    write(store, lambda last: {**last, **last.pop("was"), "refused": why})
+
+    def taken_back(last: dict[str, Any]) -> dict[str, Any]:
+        before = last.pop("was")
+        return {**last, **before, "refused": why}
+
+    write(store, taken_back)
 
 
 def refused(meta: Meta) -> str | None:
