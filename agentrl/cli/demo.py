@@ -13,6 +13,7 @@ import typer
 
 from agentrl.cli import tables
 from agentrl.cli.view import beside
+from agentrl.errors import AgentRLError
 
 _PACKAGED = Path(__file__).with_name("demo_runs")  # pyproject.toml copies them there when it builds a wheel
 _RUNS = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "examples"
@@ -85,3 +86,6 @@ def demo(
         ("agentrl new env my_env", "a package with an environment of your own, and a run file that trains it"),
     ):
         print(f"next: {command}  # {purpose}")
+    if summary["unmeasured"]:
+        hint = f"fix it and run: agentrl eval {out}"
+        raise AgentRLError(f"the run is trained, and not measured: {summary['unmeasured']}; {hint}")
