@@ -88,7 +88,8 @@ def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
 def _typed(field: str, name: str, value: object) -> str:
     """The fix for an algorithm's setting. The command line reaches no entry of a list: there the fix is to leave it
     out."""
-    value = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):  # one word for a shell
+        value = str(list(cast("tuple[Any, ...]", value))).replace(" ", "")
     return f"--set {field}.{name}={value}" if field == "algo" else "leave it out"
 
 

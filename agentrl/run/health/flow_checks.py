@@ -44,10 +44,12 @@ def learner_starves(facts: RunFacts) -> Advice | None:
             settings=(),
             commands=(f"agentrl view {facts.path}",),
         )
+    # A number would put engines whose GPUs the run file names onto the first GPU.
+    more_engines = () if config.engine.gpus else (f"engine.replicas={len(config.engine.places) + 1}",)
     settings = (
-        (f"rollout.max_running={2 * config.rollout.max_running}", f"engine.replicas={len(config.engine.places) + 1}")
+        (f"rollout.max_running={2 * config.rollout.max_running}", *more_engines)
         if full
-        else (f"engine.replicas={len(config.engine.places) + 1}", f"rollout.workers={config.rollout.workers + 1}")
+        else (*more_engines, f"rollout.workers={config.rollout.workers + 1}")
     )
     return Advice(
         name="learner_starves",
