@@ -191,7 +191,7 @@ def _of_algorithm(algorithm: type[Algorithm], prefix: str) -> list[Key]:
     for base in reversed(algorithm.__mro__):
         if issubclass(base, Algorithm):
             for key in _of(base, prefix):
-                keys[key.name] = key if key.meaning else replace(key, meaning=keys[key.name].meaning)
+                keys[key.name] = key if key.meaning else replace(key, meaning=keys.get(key.name, key).meaning)
     apart = {f"{prefix}{name}" for name in {"kind", *algorithm.unused}}
     fields = algorithm.model_fields
     return [

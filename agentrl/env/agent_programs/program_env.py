@@ -120,7 +120,7 @@ class ProgramEnv(Env):
             try:
                 number = float(value)
                 return number if math.isfinite(number) else 0.0
-            except OverflowError:
+            except (OverflowError, ValueError):  # beyond a float's range; a signaling NaN of Decimal
                 return 0.0
         notice = f"a program returned a {type(result).__qualname__}, which is no number: it has earned nothing"
         notices.note("results of agent programs", notice, by_policy=True)

@@ -547,6 +547,7 @@ async def test_a_program_that_makes_no_number_of_an_answer_has_earned_nothing(re
         (np.float32(0.5), 0.5),
         (np.bool_(True), 1.0),
         (Decimal("0.25"), 0.25),
+        (Decimal("sNaN"), 0.0),  # float() raises for it
         (True, 1.0),
         ("1.0", None),  # a text may be the policy's
         ({"reward": 1.0}, None),
