@@ -19,7 +19,7 @@ export function episodeTable(id, rows, { sort, order, sorted } = {}) {
     column && sorted ? h("button", { type: "button", onclick: () => sorted(column) }, title, column === sort ? (order === "asc" ? " ↑" : " ↓") : "") : title));
   const body = rows.map((row) => h("tr", { "data-id": row.id, onclick: (event) => { if (!event.target.closest("a")) location.hash = path("run", id, "episode", row.id); } },
     h("td", { class: "num", "data-name": "episode" }, link(path("run", id, "episode", row.id), String(row.id))),
-    h("td", { class: "num", "data-name": "group" }, link(path("run", id, "group", row.group), number(row.group))),
+    h("td", { class: "num", "data-name": "group" }, link(path("run", id, "group", row.group), String(row.group))),
     h("td", { "data-name": "" }, outcomeChip(row), row.late ? h("span", { class: "chip wait" }, "late") : null),
     h("td", { class: "num", "data-name": "outcome" }, number(row.outcome)),
     h("td", { class: "num", "data-name": "turns" }, number(row.turns)),
