@@ -25,6 +25,9 @@ def text_of_answer(content: Any) -> tuple[str, bool]:
     if content is None or isinstance(content, str):
         return content or "", False
     if not isinstance(content, list):
+        # An answer of a shape that nobody knows is still the policy's action. Refusing it would turn a success into a
+        # failed episode; an empty text would drop it without a word (law 8). So its JSON is read, and a notice counts
+        # it.
         notice = f"a content of kind {type(content).__name__!r} is no text: it is read as its JSON"
         notices.note(ANSWERS, notice, by_policy=True)
         return json.dumps(content), False
@@ -38,5 +41,7 @@ def text_of_answer(content: Any) -> tuple[str, bool]:
         elif kind in _TEXT_PARTS and isinstance(text, str):
             texts.append(text)
         else:
+            # The name of the type comes from outside: it is cut, so that it cannot fill the log or make a notice of
+            # its own each time.
             notices.note(ANSWERS, f"a part of type {str(kind)[:60]!r} is no text: it is left out", by_policy=True)
     return "".join(texts), has_thoughts

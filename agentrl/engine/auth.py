@@ -32,8 +32,13 @@ OPEN = "AGENTRL_ENGINE_OPEN"
 """Environment variable of an engine that anybody may use and change (`agentrl serve --no-key`): its key only proves who
 it is."""
 
+# A signed body is held in memory until its digest was checked. 32 MiB holds a whole piece of an upload in base64
+# (`weight_sync/uploads.py`), and bounds what a client with the key, but without the signing secret, can make an
+# engine hold.
 _BODY_BYTES = 32 << 20
 _LOOKS = frozenset({"GET", "HEAD"})
+# A list of what is harmless, and not of what is dangerous: a route that a new vLLM adds has to be signed until
+# somebody has looked at it. The other way round each new route would be open by default.
 _SAMPLES = frozenset(
     {
         "/inference/v1/generate",
@@ -91,6 +96,8 @@ def signature(key: EngineKey, method: str, target: str, body: bytes) -> str:
 
 def proof(key: EngineKey, challenge: bytes) -> str:
     """Answer a challenge as only a holder of the key can."""
+    # The prefix keeps the two uses of one secret apart: a challenge that looks like a request's text must not yield
+    # the signature of that request.
     return hmac.new((key.signing or key.value).encode(), b"engine\n" + challenge, hashlib.sha256).hexdigest()
 
 
@@ -111,6 +118,8 @@ class Guard:
     def __init__(self, app: App, key: EngineKey | None = None) -> None:
         self._app, self._key = app, key or EngineKey.of_environment()
         self._open = os.environ.get(OPEN) == "1"
+        # The guard remembers the versions between calls, since an update is several requests: each is signed, and yet
+        # the parts of version 7 could be finished as version 8 by replaying an older, rightly signed call.
         self._versions: set[object] = set()  # of the parts of the update that is open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,6 +127,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = {name.lower(): value for name, value in scope["headers"]}
+        # Before the key is checked: who asks for the proof does not yet know whether it may show its own key here.
+        # Another process may have taken the port.
         if (challenge := headers.get(CHALLENGE.encode())) is not None:
             send = _proving(proof(self._key, challenge), send)
         if self._open:
@@ -131,6 +142,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
+            # The signature covers the body, so all of it has to be read before the application sees any of it.
+            # `_again` then replays it: ASGI gives a body once only.
             body = await _whole(receive)
             await self._check(scope, headers, body)
         except AccessRefused as error:
@@ -143,6 +156,8 @@ class Guard:
         assert self._key is not None
         path = str(scope["path"])
         query = cast("bytes", scope.get("query_string", b"")).decode("latin-1")
+        # The query is signed as well: `/pause?mode=keep` and `/pause?mode=abort` differ in nothing else, and the
+        # second ends every running turn.
         expected = signature(self._key, scope["method"], f"{path}?{query}" if query else path, body)
         if not hmac.compare_digest(headers.get(SIGNATURE.encode(), b""), expected.encode()):
             raise AccessRefused(f"{path}: the change is not signed by the run that has this engine")
@@ -155,6 +170,8 @@ class Guard:
                 self._same_version(_object(body).get("weight_version"))
             case "/collective_rpc":
                 self._check_call(_object(body))
+            # Only a path travels in this request, so the signature says nothing about the files there. Their digest
+            # is compared here; `test_an_adapter_is_the_one_that_was_signed` changes them in between.
             case "/v1/load_lora_adapter":
                 await _check_adapter(_object(body))
             case _:
@@ -169,6 +186,8 @@ class Guard:
                 self._same_version(others[0] if others else None)
 
     def _same_version(self, finished: object) -> None:
+        # None stands for an update without a file, whose version nobody stated. Without any stated version there is
+        # nothing to contradict.
         versions = self._versions - {None}
         if versions and versions != {str(finished)}:
             raise AccessRefused(
@@ -180,6 +199,8 @@ def _version_of(info: Any) -> object:
     """The version that an update names, with the digest of its content; None of one from memory to memory. Raises
     AccessRefused for a file without either."""
     fields = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
+    # Weights from memory to memory (`nccl`, `ipc`) have no content that could be hashed before they arrive: the
+    # channel itself was joined by signed calls.
     if "path" not in fields:
         return None
     if not isinstance(fields.get("sha256"), str) or fields.get("version") is None:
@@ -191,6 +212,8 @@ def _version_of(info: Any) -> object:
 
 async def _check_adapter(body: dict[str, Any]) -> None:
     try:
+        # On a thread: an adapter may have a gigabyte, and the loop serves tokens meanwhile. asyncio and not trio,
+        # since this runs under uvicorn in vLLM's process too.
         digest = await asyncio.to_thread(folder_digest, Path(str(body.get("lora_path"))))
     except (OSError, ValueError):
         return  # the engine says that it is not there

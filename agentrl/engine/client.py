@@ -28,6 +28,8 @@ from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeou
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import EngineKey, Generation, Json, SamplingParams, VersionSpan
 
+# Long enough for the closing chunk that follows the last event at once. A server that hangs there costs a connection,
+# and never the turn: `test_a_finished_turn_does_not_wait_for_a_connection_that_hangs`.
 _DRAIN_S = 1.0
 _FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is one of the latter
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
@@ -68,6 +70,8 @@ class EngineClient:
         self._key = EngineKey.of(api_key) if isinstance(api_key, str) else api_key
         key, base = auth.bearer(self._key), self.url if place is None else "http://localhost"
         self._stream_headers = httpx.Headers(_STREAMED | key)
+        # No proxies or certificates from the environment: an engine is on this machine or in this cluster, and an
+        # HTTP_PROXY meant for downloads would receive the key of every request.
         self._http = httpx.AsyncClient(base_url=base, headers=key, transport=self._transport, trust_env=False)
         self._generate_url = httpx.URL(base + self.dialect.generate_path)
 
@@ -80,6 +84,8 @@ class EngineClient:
         EngineError if tokens that were already yielded turn out to be of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
+        # The version at the start of the request is kept: `self.version` moves with every other request to this
+        # engine, and a comparison with the moved one would take a healthy engine for one that went back.
         parser, version_before = self.dialect.parser(self.version, request, self._vocabulary), self.version
         answer: _StreamedBody | None = None
         lines = Lines()
@@ -96,11 +102,16 @@ class EngineClient:
                     text = f"{self.url} closed the stream of {request.request_id!r} before its end"
                     raise EngineBroke(text, url=self.url)
                 for event in lines.payloads(part):
+                    # A push may have ended while this stream was silent. A server that stamps no chunk would
+                    # otherwise label its next tokens with the version before the push, and they would be corrected
+                    # for a staleness that they do not have.
                     parser.version = max(parser.version, self.version)
                     try:
                         chunk = parser.parse(parse_json(event))
                     except EngineRefusal as error:
                         text = f"{self.url} refused {request.request_id!r}: {error}"
+                        # The class decides whose fault it is (law 3). A refusal concerns the request, and the router
+                        # offers it to one other engine; everything else concerns the engine, which leaves the fleet.
                         raise EngineRefusal(text, url=self.url, status=error.status, reason=error.reason) from error
                     except EngineError as error:
                         text = f"{self.url} broke {request.request_id!r} off: {error}"
@@ -115,6 +126,9 @@ class EngineClient:
                         return
                     if chunk.token_ids:
                         yield chunk
+                    # Good tokens before a bad one were yielded above, and only then the engine counts as broken: the
+                    # turn goes on elsewhere with all that was sound.
+                    # `test_of_a_chunk_with_a_bad_log_prob_the_tokens_before_it_are_kept` holds it.
                     if parser.unsound is not None:
                         text = f"{self.url} broke {request.request_id!r} off: {parser.unsound}"
                         raise EngineBroke(text, url=self.url)
@@ -131,6 +145,9 @@ class EngineClient:
             self.version = max(self.version, stated[-1].version)
             return
         self.version = older.version
+        # A span with a negative start restates tokens that were already yielded under the newer version. The turn has
+        # them with a wrong stamp, so it cannot go on elsewhere; from the start of this chunk on nothing is spoiled
+        # yet.
         kind = EngineBroke if older.start >= 0 else EngineError
         raise kind(f"{self.url} serves version {older.version}, and served {known} before: was it started anew?")
 
@@ -156,6 +173,8 @@ class EngineClient:
         sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
         response = await self._transport.handle_async_request(sent)
         answer = _StreamedBody(response)
+        # The body of a refusal says why, so it is read to its end before the connection goes back. An error that is
+        # raised first would leave it half read, and the pool would have to close it.
         if response.status_code != 200:
             try:
                 parts = list[bytes]()
@@ -179,11 +198,16 @@ class EngineClient:
     ) -> bytes:
         """Send a request; returns its whole answer. Raises EngineError (refused), EngineTimeout, EngineUnavailable."""
         with self._named(deadline_s, path), trio.fail_after(deadline_s):
+            # httpx's read and write timeouts are for each wait by itself; a server that drips one byte a second would
+            # never meet them. trio's scope bounds the call as a whole (law 4), and only connecting has a shorter
+            # bound of its own.
             timeout = httpx.Timeout(None, connect=self._connect_s)
             request = self._http.build_request(method, path, json=json, params=params, timeout=timeout)
             if self._key is not None and self._key.signing is not None and auth.changes(method, path):
                 query = request.url.query.decode("latin-1")
                 target = f"{path}?{query}" if query else path
+                # From the built request, and not from the arguments: the signature has to cover the bytes that go
+                # out, in httpx's own spelling of JSON and query.
                 request.headers[auth.SIGNATURE] = auth.signature(self._key, method, target, request.content)
             response = await self._http.send(request)
         if response.status_code >= 400:
@@ -257,6 +281,8 @@ class EngineClient:
             sampling=SamplingParams(max_tokens=1),
             deadline_s=deadline_s,
         )
+        # The probe goes through `stream`, which takes an older version than the known one for a restart and raises.
+        # Here going back is the answer that we want.
         self.version = 0  # it may be lower than before
         spans = (await self.generate(probe)).spans
         if not spans:
@@ -271,6 +297,8 @@ class EngineClient:
         values: dict[str, float] = {}
         for line in body.decode(errors="replace").splitlines():
             name = line.rpartition(" ")[0].partition("{")[0]
+            # Buckets would be summed over their bounds, each of which already counts all smaller ones: a number
+            # without a meaning. Sum and count of a histogram stay.
             if name and not name.startswith("#") and not name.endswith("_bucket"):
                 name = self.dialect.metric(name)
                 values[name] = values.get(name, 0.0) + metric(line)[1]
@@ -286,6 +314,9 @@ class EngineClient:
         text = f"{self.url} answered {status}: {reason}"
         if status in _REFUSALS:
             return EngineRefusal(text, url=self.url, status=status, reason=reason)
+        # 500 of a generation is `EngineBroke`, unlike in `_refused` below: the engine took the request and failed it,
+        # which counts against the request after several engines did the same. Nothing of the kind is true of an admin
+        # call.
         kind = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
         return kind(text, url=self.url, status=status, reason=reason)
 
@@ -306,6 +337,8 @@ class EngineClient:
 
     def _failure(self, error: Exception, deadline_s: float, what: str = "a generation") -> EngineError:
         """The error for one of the transport's, or for the end of a deadline."""
+        # First, since it is a kind of `TimeoutException` too. Nobody took the request, so it can go to another engine
+        # at once; a timeout after that says nothing about who is at fault.
         if isinstance(error, httpx.ConnectTimeout):
             return EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s", url=self.url)
         if isinstance(error, trio.TooSlowError | httpx.TimeoutException):
@@ -341,6 +374,8 @@ class Lines:
         self._begun = list[bytes]()  # a line may come in many parts
 
     def payloads(self, part: bytes) -> list[bytes]:
+        # Parts of a body are cut anywhere, in the midst of a character as well, so bytes are joined up to a line end
+        # before anything is decoded. `test_events_cut_anywhere_are_put_together` cuts at every place.
         first, *others = part.split(b"\n")
         self._begun.append(first)
         payloads = list[bytes]()

@@ -22,6 +22,7 @@ from agentrl.host.janitor import owned_folder
 from agentrl.records import EngineKey
 
 _POLL_S = 0.05
+# More than the second that uvicorn gives open requests.
 _END_S = 5.0  # between asking a process to end and killing it
 _LINGER_S = 3.0  # for what an ended process left in its group
 _UNSAID = "its output does not say why"
@@ -108,6 +109,8 @@ async def launch_embedded(
             max_context=max_context,
             weights_from=[*everyday(), *settings.weights_from],
         )
+        # The mark is in the environment, which children inherit: a janitor recognises a process by it even where its
+        # parent is gone.
         env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
         with errors.open("wb") as errors_file:
             output = log or json_log.objects() or errors_file.fileno()
@@ -115,7 +118,11 @@ async def launch_embedded(
             argv += [] if name is None else ["--served-model-name", name]
             argv += [] if tool_parser is None else ["--tool-parser", tool_parser]
             argv = json_log.wrapped(argv, "engine") if json_log.objects() else argv
+            # Emptied where the engine has none: the keys of an engine that this process itself is given would be
+            # inherited, and the new one would refuse its owner.
             keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
+            # Standard input is a pipe that only this process holds. When it dies, by SIGKILL too, the kernel closes
+            # the pipe, and the engine ends (`--lifeline`): law 4 without any cleanup that could be skipped.
             process = await trio.lowlevel.open_process(
                 argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}
             )
@@ -130,6 +137,8 @@ async def launch_embedded(
 async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, deadline_s: float) -> str:
     with trio.move_on_after(deadline_s):
         while not await trio.Path(ready_file).exists():
+            # A child that refuses its arguments is over in a tenth of a second, and the caller should not wait out
+            # `start_deadline_s` to learn it.
             status = process.poll()
             if status is not None:
                 lines = (await trio.Path(errors).read_text()).strip().splitlines() or [_UNSAID]
@@ -147,6 +156,7 @@ async def end_group(leader: int) -> None:
         while _lives(leader):  # noqa: ASYNC110 - processes that are not our children send no signal
             await trio.sleep(_POLL_S)
     with suppress(ProcessLookupError, PermissionError):
+        # After the grace above. The kernel gives the group's number to nobody else as long as a member of it lives.
         os.killpg(leader, signal.SIGKILL)
 
 

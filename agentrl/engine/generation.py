@@ -42,12 +42,16 @@ class Stitcher:
         self._parts.append((len(chunk.token_ids), chunk.columns))
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        # One version a token while the turn runs, and spans at the end: a late restatement then is a plain
+        # assignment, instead of the cutting and joining of intervals.
         self._versions += [-1] * len(chunk.token_ids)
         self._experts = chunk.experts
         for span in chunk.spans:
             start, end = base + span.start, base + span.end
             if not 0 <= start <= end <= len(self.token_ids):
                 raise EngineError(f"a chunk's version span {span} lies outside the {len(self.token_ids)} tokens")
+            # The later word holds. A vLLM without our plugin labels a stream with the version that the client knew,
+            # and its last event says what was true.
             self._versions[start:end] = [span.version] * (end - start)
             if span.recomputed:
                 self._recomputed.add(start)
@@ -76,6 +80,8 @@ def joined(before: Chunk, rest: Generation) -> Generation:
         Chunk(
             token_ids=rest.token_ids,
             logprobs=rest.logprobs,
+            # Marked, since only the seam shows it later: keys and values behind it are all of one version, unlike
+            # after a swap under kept ones, and the mismatch gauges count the two apart.
             spans=tuple(replace(span, recomputed=span.recomputed or span.start == 0) for span in rest.spans),
             experts=rest.experts,
             columns=rest.columns,
@@ -96,4 +102,6 @@ async def collect(stream: AsyncGenerator[Chunk, None], on_chunk: Callable[[Chunk
             finish = chunk.finish
     if finish is not None:
         return stitcher.generation(cast("Finish", finish))
+    # A stream without `finish` was cut, whatever it brought: returned as it is, it would pass for an action that
+    # ended.
     raise EngineBroke("the stream ended before its last chunk")

@@ -21,6 +21,8 @@ import httpx
 import trio
 
 _READ_BYTES = 65_536
+# Small, so that deadlines and leases are looked at between two batches; more than one, since each pass of the loop
+# has its own cost.
 _AT_ONCE = 32  # answers whose readers go on in one pass of the loop: its other tasks wait for their end
 _HEAD_BYTES = 262_144
 _FULL_S = 0.005  # until a socket whose queue of connections was full is tried again
@@ -54,10 +56,14 @@ class TrioTransport(httpx.AsyncBaseTransport):
         stream = cast("httpx.AsyncByteStream", request.stream)
         data = head_of(request) + b"".join([part async for part in stream])
         origin = (request.url.host, request.url.port or 80) if self._socket is None else (self._socket, 0)
+        # The newest idle connection, from the top of the stack: the older ones below grow old and are closed, so the
+        # pool shrinks by itself after a burst.
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"), self._door)
         try:
             await connection.send(data, timeouts.get("write"))
             status, headers = await connection.read_head(timeouts.get("read"))
+        # Cancellation too: a request that was sent and not answered would leave its answer to the next one on this
+        # connection.
         except BaseException:
             connection.close()
             raise
@@ -68,6 +74,8 @@ class TrioTransport(httpx.AsyncBaseTransport):
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
+            # Checked before use, since a POST cannot be sent again blindly after it was lost: the server may have
+            # begun to sample. `test_a_connection_that_the_server_closed_while_idle_is_replaced` has the race.
             if connection.alive() and trio.current_time() - connection.idle_since < self._keepalive_s:
                 return connection
             connection.close()
@@ -106,6 +114,8 @@ class _Door:
             return
         if not self._opens:
             self._opens = True
+            # A system task, since the transport has no nursery of its own, and a turn whose nursery is cancelled must
+            # not leave the others parked.
             trio.lowlevel.spawn_system_task(self._open)
         await self._waiting.park()
 
@@ -123,6 +133,8 @@ class _Connection:
 
     def __init__(self, stream: trio.SocketStream, door: _Door) -> None:
         self._stream, self._door = stream, door
+        # trio's own calls make a checkpoint each, which costs more than the system call. The plain socket is tried
+        # first, and trio only waits where the kernel would block.
         self._socket = cast("socket.socket", cast("Any", stream.socket)._sock)  # which does not wait
         self._parser = httptools.HttpResponseParser(self)
         self._expect()
@@ -169,6 +181,8 @@ class _Connection:
                 data = None
                 while data is None:  # a server takes its time: to wait first saves a vain look
                     await trio.lowlevel.wait_readable(self._socket)
+                    # After the wait and before the read: at this point all readers that are ready stand in line, and
+                    # the door lets them through in order.
                     await self._door.through()
                     data = _at_once(self._socket.recv, _READ_BYTES)
         except trio.TooSlowError as error:
@@ -178,6 +192,8 @@ class _Connection:
         if not data:
             if self._status is None or any(name.lower() in _FRAMING for name, _ in self._headers):
                 raise httpx.RemoteProtocolError("the server closed the connection before its answer's end")
+            # Only without both headers that announce a length (RFC 9112, section 6.3): with one of them the end of
+            # the connection is a torn answer, which is refused above.
             self._ended = True  # a body of unsaid length ends with its connection
         else:
             try:
@@ -187,6 +203,8 @@ class _Connection:
         return len(data)
 
     def on_message_begin(self) -> None:
+        # An answer that nobody requested is left over from an earlier one, or another server's. Read as the next
+        # answer it would give one turn the tokens of another.
         if self._ended:
             raise httpx.RemoteProtocolError("an answer without a request")
 
@@ -212,6 +230,8 @@ class _Connection:
         """Whether the idle peer has neither closed the connection nor sent something unasked."""
         try:
             # A peek takes nothing away.
+            # Data counts as dead too: an idle server has nothing to send, so a byte here belongs to no request of
+            # ours.
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
@@ -289,6 +309,8 @@ async def _open_socket(path: str) -> trio.SocketStream:
         while True:
             try:
                 plain.connect(path)
+            # Linux answers EAGAIN where the queue of a Unix socket is full, and gives no event for when there is
+            # room: so it is tried again. TCP would wait by itself.
             except BlockingIOError:
                 await trio.sleep(_FULL_S)
             else:
@@ -321,6 +343,8 @@ def head_of(request: httpx.Request) -> bytes:
     headers = request.headers.raw
     first = b"%s %s HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
     head = b"".join([first, *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
+    # A header value with a line end in it would be read as a header or a request of its own (request smuggling).
+    # Counting over the whole head is one pass, where a look at each value costs more than the rest of this function.
     if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2 or b"\0" in head:
         raise httpx.LocalProtocolError("a header with a line end in it")
     if request.method == "HEAD" or "transfer-encoding" in request.headers:

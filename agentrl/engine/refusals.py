@@ -17,8 +17,13 @@ _CODE_FIELDS: Final = ("code", "type", "error_type", "reason")
 _WORD_FIELDS: Final = ("message", "msg", "error", "detail", "raw", "error_message")
 _NESTED_FIELDS: Final = ("error", "detail", "errors", "metadata", "innererror", "inner_error")  # never "input": an echo
 _TOO_LARGE: Final = 413
+# Some servers echo the whole request: the patterns are not run over megabytes of a conversation.
 _MOST_WORDS: Final = 4_000
 
+# Why words are matched at all, in a project whose errors carry data: these are other people's servers, and the case
+# decides between "the policy has filled its context", which is scored, and "the server refused", which is not (law
+# 3). A sentence counts only where no code decides, and `test_a_refusal_for_length_is_told_from_every_other` has the
+# bodies of real servers on both sides.
 _CONTEXT_CODE: Final = re.compile(
     r"context_?(?:length|window|size|limit)_?\w*exceed|exceed\w*_context|context_?(?:full|overflow)"
     r"|(?:prompt|input|request)_?too_?(?:long|large)"
@@ -46,6 +51,7 @@ def codes_of(document: Mapping[str, Any]) -> tuple[str, ...]:
         re.sub(r"[\s-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", value)).lower()
         for fields in _errors(document)
         for name in _CODE_FIELDS
+        # `code: "400"` says no more than the status.
         if isinstance(value := fields.get(name), str) and not value.isdigit()
     )
 
@@ -72,6 +78,8 @@ def is_context_full(status: int, codes: tuple[str, ...], words: str) -> bool:
 def _errors(document: Any, depth: int = 4) -> Iterator[Mapping[str, Any]]:
     """The objects of an error body that describe the error, the outermost first."""
     if isinstance(document, list):
+        # FastAPI lists one entry for each invalid field; eight of them, at four levels, bound the work for a body
+        # that somebody made.
         for item in cast("list[Any]", document)[:8]:
             yield from _errors(item, depth)
     if not isinstance(document, Mapping) or depth == 0:

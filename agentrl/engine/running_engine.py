@@ -28,6 +28,8 @@ from agentrl.host.janitor import owned_folder
 from agentrl.records import EngineKey
 
 _PATIENCE_S = 8.0  # time for a vLLM server to shut down in order after its owner died
+# A batch's turns may have begun under the newest version and the few before it; vLLM holds room for each in advance,
+# so that more costs memory whether it is used or not.
 ADAPTERS = 4  # versions with which the turns of one batch may have begun
 
 
@@ -98,6 +100,8 @@ async def running_engine(
         else:
             server = replace(server, host=door.host)
             server = server if door.port else server.on_free_port()
+        # Outside of the owned folder, which goes with this process: after a failed start the log is what remains to
+        # be read.
         descriptor, log = tempfile.mkstemp(prefix="agentrl-vllm-", suffix=".log")
         os.close(descriptor)
         print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)

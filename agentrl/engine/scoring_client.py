@@ -69,6 +69,9 @@ class ScoringClient:
         self.url, self.deadline_s = url.rstrip("/").removesuffix("/v1"), deadline_s
         self._model: dict[str, Json] = {} if model is None else {"model": model}
         self._api_key, self._concurrency, self._transport = api_key, concurrency, transport
+        # A judge is often a module's constant, and one process may run several trio loops one after the other (tests,
+        # a notebook). A socket belongs to the loop that opened it, so each loop gets connections of its own
+        # (`test_one_client_serves_loop_after_loop_and_its_connections_end_with_each`).
         self._opened: RunVar[_Opened] = RunVar(f"agentrl scoring {self.url}")
 
     async def classify(self, given: str | Sequence[int], *, activation: bool = False) -> tuple[float, ...]:
@@ -136,6 +139,8 @@ class ScoringClient:
         try:
             await self._here().http.call("GET", "/v1/models", deadline_s=deadline_s)
         except EngineUnavailable as error:
+            # The cause and not the message: a server that is overloaded is there, and a check at a run's start should
+            # not end the run for that.
             if isinstance(error.__cause__, httpx.ConnectError):
                 raise
         except EngineError:
@@ -169,12 +174,16 @@ class ScoringClient:
     async def _post(self, path: str, body: Mapping[str, Json], deadline_s: float | None = None) -> dict[str, Json]:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         failure: EngineUnavailable | None = None
+        # Around the wait for a place too. A judge that is slow for all would otherwise get each episode's patience
+        # only once its turn in the queue came (law 4).
         with trio.move_on_after(deadline_s):
             here = self._here()
             async with granted(here.places, f"a place at {self.url}"):
                 for pause_s in _pauses():
                     try:
                         return parse_json(await here.http.call("POST", path, json=body, deadline_s=math.inf))
+                    # Only what passes by itself is tried again: a refusal is the input's fault, and a timeout has
+                    # used up the deadline.
                     except EngineUnavailable as error:
                         failure = error
                     await trio.sleep(pause_s)
@@ -188,6 +197,8 @@ class ScoringClient:
             http = EngineClient(self.url, api_key=self._api_key, transport=self._transport)
             opened = _Opened(http, trio.CapacityLimiter(self._concurrency))
             self._opened.set(opened)
+            # No nursery of ours is open here, and nobody calls `aclose` on a constant: a system task ends with its
+            # loop.
             trio.lowlevel.spawn_system_task(_close_with_the_loop, http)
             return opened
 

@@ -65,6 +65,7 @@ def visible(gpus: Sequence[int]) -> list[str]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is None:
         return [str(gpu) for gpu in gpus]
+    # Entries may be UUIDs or MIG names: they are passed on as they are, and only counted.
     names = [name.strip() for name in seen.split(",") if name.strip()]
     if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
         hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
@@ -85,6 +86,8 @@ async def server_process(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
+            # A group of its own, so that workers that vLLM left behind can be ended with it, and so that Ctrl-C in
+            # the terminal reaches this process first and not the server in the midst of a turn.
             process_group=0,
         )
     try:
@@ -105,6 +108,7 @@ async def _end(process: trio.Process) -> None:
         await process.stdin.aclose()
     with trio.move_on_after(_GRACE_S):
         await process.wait()
+    # Safe where it has ended already: Python sends no signal to a process that it has reaped.
     process.kill()
     await process.wait()
     await end_group(process.pid)

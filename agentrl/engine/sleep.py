@@ -23,6 +23,8 @@ async def sleep(engine: EngineCalls, *, level: Level, deadline_s: float) -> None
     """Have an engine sleep; safe to repeat. Raises EngineError if it does not."""
     params = {"level": str(level), "mode": "keep"}
     await engine.call("POST", "/sleep", params=params, deadline_s=deadline_s)
+    # A status of 200 is not believed: the learner takes the GPU next, and an engine that kept its memory would end
+    # the step with an out-of-memory error far from its cause.
     state = parse_json(await engine.call("GET", "/is_sleeping", deadline_s=deadline_s))
     if not state.get("is_sleeping"):
         raise EngineError(f"{engine.url} was sent to sleep and is still awake", url=engine.url)

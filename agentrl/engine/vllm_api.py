@@ -61,6 +61,7 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else _ALL,
         "min_p": sampling.min_p,
+        # 0 candidates beside the sampled token: its log-prob alone. Left out, vLLM sends none at all.
         "logprobs": 0,
     }
     if sampling.stop_token_ids:
@@ -84,6 +85,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
 
 def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
     """The body of a request for the log-probs of a prompt's tokens at temperature 1."""
+    # vLLM samples at least one token for any request; `top_k` 1 suits servers that return kept sets, which refuse one
+    # without it.
     params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
     body: dict[str, Json] = {
         "request_id": f"score-{uuid4().hex}",
@@ -172,8 +175,11 @@ class ChunkParser:
     def _choice(self, choice: Mapping[str, Json]) -> Chunk | None:
         base = self.received
         token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
+        # Two C-level passes instead of a loop: this runs for every chunk of every turn, on the worker's one thread.
         if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0):
             raise EngineError("the engine sent token ids that are no numbers from 0 on")
+        # Padded vocabularies have rows that no tokenizer has a token for. A learner without such a row would fail at
+        # the gather, steps later and in another process.
         if self._vocabulary is not None and (highest := max(token_ids, default=-1)) >= self._vocabulary:
             raise EngineError(f"the engine sent token {highest}, and the model has {self._vocabulary}")
         content: list[Json] = cast("dict[str, Json]", choice.get("logprobs") or {}).get("content") or []
@@ -187,6 +193,8 @@ class ChunkParser:
             raise EngineError(f"the engine finished with {finish!r}")
         sound = _sound(logprobs)
         if sound < len(logprobs):
+            # The rest of the chunk goes, and not the chunk: the tokens before were sampled soundly, and to sample
+            # them again is what law 1 forbids.
             self.unsound = f"the engine sent {logprobs[sound]!r} as the log-prob of token {base + sound}"
             token_ids, logprobs, finish = token_ids[:sound], logprobs[:sound], None
         self.received += sound
@@ -195,6 +203,7 @@ class ChunkParser:
         spans = self._spans(choice.get("weight_versions") or [], base, sound)
         experts = None
         if self._request.experts_from is not None and finish in ("stop", "length"):
+            # The last token was never computed, only drawn: no router has seen it.
             end = len(self._request.token_ids) + self.received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
         extra_columns = _columns(content[:sound])
@@ -227,6 +236,8 @@ class ChunkParser:
         spans: list[VersionSpan] = []
         for stamp in stamps:
             version, start, end = parse_version(stamp["version"]), int(stamp["start"]), int(stamp["end"])
+            # Spans count from the request's first sampled token, ours from the chunk's first: hence the differences
+            # below, and negative starts for tokens of earlier chunks.
             if not 0 <= start <= end or (end > base + count and self.unsound is None):
                 raise EngineError(f"the engine stamps tokens {start} to {end} of {base + count}: some lie outside")
             if (end := min(end, base + count)) > start:
@@ -234,6 +245,8 @@ class ChunkParser:
         self.stated = tuple(spans)
         stamped = sum(span.end - max(span.start, 0) for span in spans if span.end > 0)
         if count and not stamped:
+            # No stamp at all is a server that stamps at the end only. A stamp for some of the tokens is a
+            # contradiction, and is refused below.
             return (*spans, VersionSpan(self.version, 0, count))
         if stamped < count:
             raise EngineError(f"the engine names no weight version of some of its tokens: {list(stamps)}")
@@ -256,6 +269,7 @@ def _flat(value: Json) -> list[float]:
 
 def _sound(logprobs: Sequence[Json]) -> int:
     """How many log-probs come before the first that cannot be one. Looks at each only if something is wrong."""
+    # One NaN makes the sum NaN: a single pass in C finds out whether the slow look is needed.
     numbers = set(map(type, logprobs)) == {float} and not math.isnan(sum(logprobs))
     if numbers and min(logprobs) > _NO_LOGPROB and max(logprobs) <= _ROUNDING:
         return len(logprobs)
@@ -271,6 +285,7 @@ def _experts(encoded: str | None, start: int, end: int) -> RoutedExperts:
     """A base64 .npy array [end - start, layers, experts per token]. Raises EngineError for anything else."""
     if encoded is None:
         raise EngineError("the engine does not say which experts it chose (routed_experts)")
+    # Never pickled: an .npy file of objects runs code when it is read, and it comes from a server.
     array = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     if array.ndim != 3 or len(array) != end - start or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
         raise EngineError(

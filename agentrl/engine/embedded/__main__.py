@@ -105,6 +105,8 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, Starlette]:
         raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
     dtype = getattr(torch, architecture.fastest_dtype if arguments.dtype == "auto" else arguments.dtype)
     per_slot = KVStore.bytes_per_token(architecture, dtype) * length
+    # A slot is as long as the longest context, and there are no pages as in vLLM: attention then reads one plain
+    # tensor, which is what a CPU does well. Untouched pages of it cost no memory.
     slots = (arguments.kv_cache_mb << 20) // per_slot
     if slots < 1:
         raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
@@ -178,6 +180,8 @@ def listen(host: str, port: int, path: Path | None = None) -> socket.socket:
             raise UsageError(f"cannot listen on {path}: {error}; choose another --socket") from None
         return listener
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Else a restarted engine could not have its own port for a minute, as long as connections of the dead one are in
+    # TIME_WAIT. A port on which somebody listens is refused all the same.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -204,6 +208,8 @@ async def serve(
     from agentrl.http.bounds import Connections, ServerBounds, raise_open_files
 
     bounds = ServerBounds()
+    # Each running turn is a connection, and a group of a thousand turns is more than the 1024 descriptors that most
+    # systems give a process at first.
     raise_open_files(bounds)
 
     class Server(uvicorn.Server):
@@ -225,12 +231,15 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, uv, "should_exit", True)
     driving = asyncio.create_task(engine.loop.drive())
+    # A pass that fails ends the process. A server that goes on answering `/health` without a loop behind it would
+    # look alive to the router, and hold every turn up to its deadline. `driving.result()` below makes it exit code 1.
     driving.add_done_callback(lambda _: setattr(uv, "should_exit", True))
     serving = asyncio.create_task(uv.serve(sockets=[listener]))
     while not uv.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.005)
     url = _url(listener)
     if ready_file is not None:
+        # Written aside and renamed: the parent polls for this file, and could read half of it.
         draft = ready_file.with_suffix(ready_file.suffix + ".draft")
         draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
         draft.rename(ready_file)
@@ -263,9 +272,12 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.lifeline:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
+        # From the environment: the list of processes shows a command line to every user of the machine.
         key = None if parsed.no_key else EngineKey.of_environment()
         if key is None and parsed.socket is None and not parsed.no_key:
             raise UsageError(f"an engine on {parsed.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
+        # Before torch and the model are loaded: an address in use is one line after a tenth of a second, not after
+        # the minute that a model takes. Clients that come early wait in the socket's queue.
         listener = listen(parsed.host, parsed.port, parsed.socket)
         with quick_imports():
             engine, app = build(parsed)

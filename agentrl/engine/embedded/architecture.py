@@ -20,6 +20,7 @@ _FAMILIES = {  # (q/k norm, q/k/v bias)
     "qwen3": (True, False),
     "qwen2": (False, True),
     "llama": (False, False),
+    # The language part of Qwen's vision models is a Qwen2, whatever its `model_type` says.
     **dict.fromkeys(FAMILIES, (False, True)),
 }
 LARGE: Final = 20_000_000
@@ -111,6 +112,8 @@ def read_architecture(folder: Path) -> Architecture:
             f"{path}: the embedded engine serves {', '.join(_FAMILIES)} models, not {family!r}; "
             'set engine.kind = "vllm" for this one'
         )
+    # Qwen2 writes a window into every config.json, and `use_sliding_window` says whether it counts. Serving such a
+    # model with full attention would answer plausibly with other log-probabilities than the learner's.
     if config.get("use_sliding_window"):
         raise ModelError(
             f'{path}: use_sliding_window = true is not served by the embedded engine; set engine.kind = "vllm"'
@@ -134,6 +137,8 @@ def read_architecture(folder: Path) -> Architecture:
             eps=config.get("rms_norm_eps", 1e-6),
             qk_norm=qk_norm,
             qkv_bias=qkv_bias or attention_bias,
+            # transformers gives Qwen2 biases for q, k and v alone, whatever the config says; Llama's `attention_bias`
+            # means all four.
             o_bias=attention_bias and family != "qwen2",
             mlp_bias=_flag(path, config, "mlp_bias"),
             tied=_flag(path, config, "tie_word_embeddings"),
@@ -167,6 +172,8 @@ def _inverse_frequencies(path: Path, config: Mapping[str, Any], head_dim: int) -
             'set engine.kind = "vllm"'
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    # In Python's doubles: the angle of position 30,000 is this number times 30,000, and float32 would lose four of
+    # its digits.
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if kind == "linear":
         return tuple(f / rope["factor"] for f in frequencies)

@@ -39,6 +39,8 @@ def sample(
     number of each row whose settings cut, the tokens that could be drawn, ascending.
 
     A greedy row's log-probability is that of the unscaled distribution, as vLLM reports it."""
+    # All numbers are drawn before the rows are divided, so that `_SAMPLED_AT_ONCE`, which is a matter of cache size,
+    # does not change what a seed gives.
     uniform_B1 = torch.rand(len(rows), 1, generator=generator)
     tokens, logprobs, sets = list[torch.Tensor](), list[torch.Tensor](), dict[int, list[int]]()
     for start in range(0, len(rows), _SAMPLED_AT_ONCE):
@@ -57,7 +59,11 @@ def _draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that numbers from [0, 1) draw, [B, 1], and the distributions that they were drawn from."""
     logprobs_BV = distribution(logits_BV, rows)
+    # Inverse-CDF sampling: one random number decides a row. `torch.multinomial` takes as many for each row as the
+    # vocabulary has entries.
     cdf_BV = logprobs_BV.exp().cumsum_(-1)
+    # The sum of 150,000 rounded probabilities is not 1. Without this factor a number near 1 would lie beyond the last
+    # entry, and the draw would be a token that was cut.
     total_B1 = cdf_BV[:, -1:]
     # Strictly below the total: the first entry above `drawn` then has a probability that is not zero.
     drawn_B1 = torch.minimum(uniform_B1 * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
@@ -71,6 +77,8 @@ def _draw(
 def distribution(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tensor:
     """Log-probabilities, [B, V], after temperature, then min-p, top-k and top-p; what is cut off is minus infinity."""
     scaled_BV = logits_BV
+    # The usual case copies nothing: logits of a large batch are many megabytes, and a division by 1 would read and
+    # write all of them.
     if any(row.temperature not in (0, 1) for row in rows):
         divisors = [row.temperature or 1.0 for row in rows]
         scaled_BV = logits_BV / torch.tensor(divisors).unsqueeze(-1)
@@ -90,14 +98,18 @@ def _cut(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tenso
     probabilities_BV = logits_BV.softmax(-1)
     rare_BV = probabilities_BV < min_p_B1 * probabilities_BV.amax(-1, keepdim=True)
     ascending_BV, order_BV = logits_BV.masked_fill(rare_BV, float("-inf")).sort(dim=-1)
+    # The value of the k-th largest logit, and not its place: all tokens that are as likely stay, as in vLLM. By place
+    # the kept set would depend on how the sort orders ties, and engine and learner could disagree about it.
     last_B1 = ascending_BV.gather(-1, vocab - top_k_B1)
     ascending_BV = ascending_BV.masked_fill(ascending_BV < last_B1, float("-inf"))
     beyond_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p_B1
+    # The likeliest token always stays: with a tiny `top_p`, or after rounding, nothing would be left to draw from.
     beyond_BV[:, -1] = False
     ascending_BV = ascending_BV.masked_fill(beyond_BV & (top_p_B1 < 1), float("-inf"))
     return torch.empty_like(logits_BV).scatter_(-1, order_BV, ascending_BV)
 
 
+# A pass of patience delays a first token; what it saves for a shorter part is less than that.
 _WORTH_WAITING = 16  # tokens of a shared prompt for which a request waits a pass rather than compute them again
 
 _SAMPLED_AT_ONCE = 8  # rows whose distributions are held at a time: few enough to stay in the cache
@@ -123,6 +135,8 @@ class ShownImages:
     def __init__(self, token_ids: Sequence[int], known: Mapping[int, Image], vision: Vision) -> None:
         positions = vision.positions(token_ids, known)
         self._positions_T3 = torch.tensor(positions)
+        # Qwen2-VL numbers an image's tokens by row and column, which takes fewer numbers than tokens (arXiv
+        # 2409.12191, section 2.1). So the text behind an image stands at a lower position than its index says.
         self._ahead = int(self._positions_T3.max()) + 1 - len(positions)  # of a sampled token, before its place
         self._spans = [(start, stop, known[token]) for token, start, stop in images.runs(token_ids)]
 
@@ -201,12 +215,19 @@ class PassPlanner:
         runs: list[tuple[BatchRequest, int]] = []
         for request in running.values():
             computed = int(slots.computed[request.slot])
+            # `cached < 0` marks a request that was admitted and never planned: one whose whole prompt is in its slot
+            # already still has to be counted, and its last token computed for its logits.
             if computed < len(request.tokens) - 1 or request.cached < 0:
+                # Decoding rows are never put off for prompts: the budget bounds new prompt tokens alone, so that a
+                # long prompt delays a running turn by one bounded pass (Sarathi-Serve, arXiv 2403.02310, calls it
+                # chunked prefill).
                 if budget <= 0:
                     continue
                 computed = slots.adopt(request.slot, _key(request, version))
                 # A group's members arrive together. The first of them computes the prompt in this pass, and the others
                 # copy it in the next one: a pass of patience costs less than the same prompt once for each member.
+                # Keys and values depend on the weights below, and an adapter changes them: a prefix of another
+                # adapter's request has the same tokens and other numbers.
                 leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
                 if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
                     continue
@@ -229,11 +250,14 @@ class PassPlanner:
 
     def _compact(self, singles: list[BatchRequest], running: Mapping[str, BatchRequest]) -> None:
         """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
+        # Some slack, since each exchange copies a whole context: to be exactly dense would move slots in nearly every
+        # pass, for a few masked rows less.
         bound = len(singles) + len(singles) // 4 + 2
         by_slot = {request.slot: request for request in running.values()}
         wanted = {request.slot for request in singles}
         holes = (slot for slot in range(bound) if slot not in wanted)
         for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
+            # There is always one: at most `len(singles)` slots are wanted, and `bound` is larger than that.
             hole = next(holes)
             self._slots.exchange(slot, hole)
             other = by_slot.pop(hole, None)
@@ -251,6 +275,8 @@ class PassPlanner:
         single_slots = [request.slot for request in singles]
         adapters = [request.adapter for request in singles]  # of each row
         wanted, sampling = list(range(len(singles))), list(singles)
+        # 1 and not 0 for slots in between: a softmax over no position at all is NaN, and 0 x NaN would reach the
+        # others.
         lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
         for slot, position in zip(single_slots, positions, strict=True):
             lengths[slot] = position + 1
@@ -261,6 +287,8 @@ class PassPlanner:
             positions += range(start, start + count)
             adapters += [request.adapter] * count
             planned.append(TokenRun(request.slot, start, slice(row, row + count)))
+            # A prompt that goes on in the next pass has no logits that anybody wants: the head, the largest product
+            # of a small model, is computed for the last token of a context alone.
             if start + count == len(request.tokens):
                 wanted.append(len(tokens) - 1)
                 sampling.append(request)
@@ -353,6 +381,8 @@ class Batcher:
         self.model, self.version, self.counters = model, version, Counters()
         self.decode = decode
         self.slots = CacheSlots(kv)
+        # A request without a slot would be admitted only to wait: it waits in the queue instead, where an abort finds
+        # it.
         self._max_batch = min(max_batch, len(self.slots.busy))
         self._stream_tokens = stream_tokens
         self._planner = PassPlanner(model, self.slots, self.counters, pass_tokens)
@@ -409,8 +439,12 @@ class Batcher:
     def score(self, tokens: list[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probs of `tokens[1:]` at temperature 1, by a pass of their own: no cached key or value enters."""
         model = self.model
+        # A store of its own: the canary asks this of an engine that serves, and must neither find its prompt cached
+        # under older weights nor evict a turn's prefix.
         kv, scores = KVStore(model.architecture, 1, len(tokens), model.dtype), list[float]()
         with torch.inference_mode():
+            # In pieces, since logits are [tokens, vocabulary]: of a context of 32,000 tokens and 150,000 entries they
+            # would be 19 GB at once.
             for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
                 part = tokens[start : start + _SCORED_AT_ONCE]
                 rows = replace(PassRows.of_run(part, start), adapted=adapted([adapter] * len(part), range(len(part))))
@@ -451,8 +485,13 @@ class Batcher:
         self.version = version
         self.slots.forget(busy=False)
         for request in self.running.values():
+            # A running request of which nothing is computed yet gets the new version for its slot: it will be
+            # computed under the new weights only, so its prefix may be shared. One that is half computed keeps the
+            # old version, and matches nothing.
             if self.slots.computed[request.slot] == 0 and request.adapter is None:
                 self.slots.version[request.slot] = version
+            # A span begins at the next token. Without any token yet `_sample` writes the first span, at the version
+            # that holds by then: two spans that begin at token 0 would contradict each other.
             if request.sampled:
                 request.version_starts.append((request.sampled, version))
 
@@ -475,6 +514,8 @@ class Batcher:
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
+            # Strictly in order of arrival. To let a short prompt overtake would favour short ones, which is a bias in
+            # what gets trained, and a long one could starve.
             slot = self.slots.acquire(self.waiting[0].tokens, _key(self.waiting[0], self.version))
             if slot is None:
                 return
@@ -497,6 +538,8 @@ class Batcher:
             if row in sets:
                 request.kept.append(sets[row])
             length = len(request.tokens)
+            # `known` runs ahead of `computed` by the token that was just drawn: its keys and values come with the
+            # next pass.
             slots.tokens[request.slot, length - 1] = token
             slots.known[request.slot] = length
             finish: Finish | None = None
@@ -507,6 +550,8 @@ class Batcher:
             if finish:
                 del self.running[request.id]
                 slots.release(request.slot)
+            # In chunks, since each event costs JSON, HTTP and the client's parser. A worker reads whole turns, so it
+            # loses nothing but the time to its first token.
             if finish or request.sampled - request.emitted >= self._stream_tokens:
                 self._emit(request, finish)
 

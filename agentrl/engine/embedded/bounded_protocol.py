@@ -32,6 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # uvicorn's own limit answers 503 to whole requests. A client that connects and sends nothing is never counted
+        # there, and would hold descriptors until a run's own turns are refused.
         self._place = self._places.enter(self.client, transport.abort)
         if self._place is None:
             transport.abort()
@@ -47,6 +49,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         body, parser = self._measure.body, cast("Any", self.parser)
+        # This method replaces uvicorn's `data_received`, whose first line it is. The rest of that method is only the
+        # parse, and its handling of what does not parse.
         self._unset_keepalive_if_required()
         try:
             parser.feed_data(data)
@@ -60,6 +64,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(refused)
         else:
             awaited = None if self._whole else "body" if self._head else "head"
+            # Only at a change of phase: a timer that every piece resets would let a client that sends one byte a
+            # second stay for ever (Slowloris).
             if awaited != self._awaited:
                 self._await(awaited)
 
@@ -110,6 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {refused.status} {_REASONS.get(refused.status, 'Refused')}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         cycle = cast("Any", self.cycle)  # None before the first request
+        # While an earlier answer is on its way, a second head in the middle of it would be read as a part of its
+        # body: then closing is the only clear sign.
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(head.encode() + body)
         self.transport.close()

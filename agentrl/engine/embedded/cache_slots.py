@@ -52,7 +52,11 @@ class CacheSlots:
         """Make a slot busy for a request with these tokens; None if every slot is. What `tokens` share with an idle
         slot that they extend is kept; `adopt` finds the rest."""
         shared = self._shared(tokens)
+        # The line that keeps old weights out of new requests.
+        # `test_law_1_a_prefix_cached_under_older_weights_is_never_served` fails without its comparison.
         valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
+        # Only a slot of which all is valid is gone on with: to overwrite the rest of a longer one would lose a
+        # sibling's prefix that a copy can keep.
         extendable = np.flatnonzero(~self.busy & (valid == self.computed) & (valid > 0) & (valid == valid.max()))
         if extendable.size:
             slot = int(extendable[0])
@@ -60,10 +64,13 @@ class CacheSlots:
             idle = np.flatnonzero(~self.busy)
             if not idle.size:
                 return None
+            # Slots of older weights go first: nothing in them can ever be shared again.
             free = idle[(self.computed[idle] == 0) | (self.version[idle] != version)]
             # The best donor is reused last: the prefix is copied from it.
             age = self.used[idle] + (valid[idle] == valid.max()) * (self._clock + 1)
             slot = int(free[0] if free.size else idle[np.argmin(age)])
+        # One token less than all: a prompt that is wholly cached still has to compute its last token, or there would
+        # be no logits to sample from.
         self._cut(slot, min(int(valid[slot]), len(tokens) - 1))
         self.version[slot] = version
         self.tokens[slot, : len(tokens)] = tokens
@@ -77,11 +84,15 @@ class CacheSlots:
         length = int(self.known[slot])
         shared = np.minimum(self._shared(self.tokens[slot, :length]), length - 1)
         valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
+        # Among all slots, busy ones too: the sibling that computed the prompt a pass ago still runs.
         donor = int(valid.argmax())
         start, end = int(self.computed[slot]), int(valid[donor])
         if donor != slot and end > start:
             if self.family[slot] == self.family[donor] and self.kin[slot] >= start:
                 self.kin[slot] = min(end, int(self.kin[donor]))
+            # To copy only the rest is cheaper, but then the first part was computed in another pass, with another
+            # blocking of the products, and differs in the last bit. `share` reads one slot's bits for all, so they
+            # have to be the same.
             elif 2 * start < end:  # all of it rather than the rest, so that they are the same bits
                 start = 0
                 self._join(slot, donor, end)
@@ -99,11 +110,14 @@ class CacheSlots:
     def release(self, slot: int) -> None:
         """The request is gone; its keys and values stay for whoever extends or shares them."""
         self.busy[slot] = False
+        # The last sampled token has no keys and values yet, so it is forgotten with the request: the next turn brings
+        # it as a token of its prompt.
         self.known[slot] = self.computed[slot]
         self._touch(slot)
 
     def forget(self, *, busy: bool) -> None:
         """Drop the keys and values of idle slots, with `busy` of all slots."""
+        # Busy slots keep theirs unless the caller recomputes: see the essay above `Batcher`.
         for slot in range(len(self.busy)) if busy else np.flatnonzero(~self.busy):
             self._cut(int(slot), 0)
 
@@ -133,6 +147,8 @@ class CacheSlots:
         kin = min(int(self.kin[slot]), int(self.computed[slot]))
         self.computed[slot] = computed
         self.kin[slot] = min(kin, computed)
+        # Half is a compromise: a family whose common part shrinks a little is still worth sharing, but one member
+        # that was cut to a few tokens would shrink it to nothing for all the others.
         if 2 * computed < kin or computed == 0:
             self.family[slot], self.kin[slot] = self._families, self.length
             self._families += 1
@@ -142,6 +158,8 @@ class CacheSlots:
         common part much shorter; then the donor leaves for a new one, or `slot` stays alone."""
         family = self.family == self.family[donor]
         common = int(np.minimum(self.kin, self.computed)[family].min())
+        # A quarter less is the price that a family pays to have one member more; beyond that two families are
+        # cheaper. `test_one_short_common_beginning_does_not_spoil_a_long_one` has the case.
         if 4 * min(end, int(self.kin[donor])) < 3 * end:
             self.family[donor], self.kin[donor] = self._families, end
             self._families += 1
@@ -165,6 +183,7 @@ def _common(rows: NDArray[np.int32], known: Ints, wanted: NDArray[np.int32]) -> 
     return np.minimum(first, known)
 
 
+# An estimate, which decides how fast a pass is and never a number: `test_shared_or_not_logprobs_are_exact`.
 FAMILY_COST = 300
 """What a family costs a layer, in positions of one row: two more products, against keys and values not read again."""
 
@@ -177,6 +196,8 @@ def share(slots: CacheSlots, of_rows: Sequence[int]) -> Shared | None:
         members[family].append(row)
     common = {family: int(kin[rows].min()) for family, rows in members.items() if len(rows) > 1}
     best, length, spared = 0, 0, 0
+    # One length serves all families, so longer common parts come first: each step takes in one more family at the
+    # price of a shorter length for those before it, and the best sum wins.
     for family in sorted(common, key=lambda family: -common[family]):
         spared += len(members[family]) - 1
         gain = spared * common[family] - (len(of_rows) - spared) * FAMILY_COST

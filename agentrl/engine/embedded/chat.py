@@ -32,6 +32,8 @@ _SAMPLING = (
     "logit_bias",
     "n",
 )
+# Byte-level tokenizers split a character over tokens. Sent at once, the half would reach the client as a replacement
+# character that no later event can take back (`test_half_a_character_waits`).
 _NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # at a text's end: the rest of a character is yet to come
 
 
@@ -92,6 +94,8 @@ class Chat:
         tools = cast("list[Mapping[str, Json]]", _list(document, "tools"))
         if document.get("tool_choice") not in (None, "auto", "none"):
             raise BadRequest("tool_choice: the embedded engine has 'auto' and 'none'")
+        # `none` leaves the schemas out of the prompt as well: most templates have no other way to say that no call is
+        # wanted.
         tools = [] if document.get("tool_choice") == "none" else tools
         if tools and self._parser is None:
             raise BadRequest("tools: this engine was started without --tool-parser")
@@ -108,8 +112,12 @@ class Chat:
         most = document.get("max_completion_tokens", document.get("max_tokens"))
         stop = document.get("stop")
         sampling: dict[str, Any] = {key: document[key] for key in _SAMPLING if document.get(key) is not None}
+        # OpenAI's default is the rest of the context, vLLM's completion API has 16: a chat client that names nothing
+        # expects a whole answer.
         sampling["max_tokens"] = max(1, length - len(ids)) if most is None else most
         sampling["stop"] = [stop] if isinstance(stop, str) else stop
+        # The renderer's, and not the config's alone: many templates end a turn with a token that `eos_token_id` does
+        # not name, and the answer would run on into a turn of the user.
         sampling["stop_token_ids"] = list(self._renderer.stop_token_ids)
         model, id = document.get("model"), f"chatcmpl-{uuid4().hex}"
         generate = {"request_id": id, "model": model, "token_ids": ids, "sampling_params": sampling, "stream": True}
@@ -131,6 +139,8 @@ class Chat:
                 messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}
             else:
                 messages.insert(0, {"role": "system", "content": instructions})
+            # A template without tools would drop their schemas and refuse the role of their answers: instructions go
+            # into the system message, and answers become messages of the user.
             messages, tools = list(self._parser.answer(messages)), ()
         try:
             return list(self._renderer.start(messages, tools))

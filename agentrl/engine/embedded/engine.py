@@ -28,6 +28,8 @@ from agentrl.tokens import images
 
 log = logging.getLogger(__name__)
 PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_requests` wants it there
+# Each pass through asyncio's loop reads what lies at the sockets, and a request takes several: accept, head, body,
+# parse. With one look a new request would wait several whole passes for its start.
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
 
 
@@ -52,8 +54,12 @@ class PassLoop:
                 await self._wake.wait()
                 continue
             self._idle.clear()
+            # Looked at before each pass: cores are idle while the learner waits for a batch, and taken while it
+            # steps. A fixed number is wrong in one of the two.
             if self._spare is not None and (threads := self._spare.threads()) != torch.get_num_threads():
                 torch.set_num_threads(threads)
+            # In the loop itself, and not on a thread: the pass would hold the interpreter for most of its time
+            # anyway, and both would slow each other down. Requests that come meanwhile lie in the socket's buffers.
             self._batcher.step()
             for _ in range(_POLLS):
                 await asyncio.sleep(0)
@@ -105,6 +111,8 @@ class Generation:
         self.asked = asked
         self.request = BatchRequest(
             id=PREFIX + asked.request_id,
+            # An image's token is a large number made of its content, so that prefixes with different images differ.
+            # Mirrored below zero it fits the int32 of the slots.
             tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
             sampling=asked.sampling,
             sink=self._emissions.put_nowait,
@@ -117,12 +125,16 @@ class Generation:
         """Compute the request, until its client has left."""
         request, batcher = self.request, self._engine.batcher
         self._engine.loop.submit(request)
+        # ASGI's next message after a whole body is the disconnect. Without somebody listening for it an engine would
+        # go on sampling a turn that left for another engine.
         gone = asyncio.ensure_future(receive())  # resolves when the client has left
         gone.add_done_callback(lambda done: done.cancelled() or batcher.abort(request.id))
         try:
             yield
         finally:
             gone.cancel()
+            # The name that the client gave, without vLLM's prefix: it is the one that the journal and the worker's
+            # log have.
             with json_log.about(request=request.id.removeprefix(PREFIX)):
                 log.info("%d tokens, after a prompt of %d", request.sampled, request.prompt_length)
 
@@ -193,6 +205,8 @@ class Engine:
             default_id=f"unnamed-{self._requests}",
             vision=batcher.model.architecture.vision,
         )
+        # A retry that overlaps its first attempt would run under one id twice, and an abort would end only one of
+        # them.
         if batcher.knows(PREFIX + asked.request_id):
             raise BadRequest(f"request_id: {asked.request_id!r} is already running")
         if asked.sampling.stop and batcher.decode is None:

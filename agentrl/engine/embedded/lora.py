@@ -61,6 +61,8 @@ class Adapted:
         pair = self.adapter.layers[layer].get(part)
         if pair is not None:
             rows = self.wanted_W if wanted else self.rows_N
+            # Down first, then up: two thin products. Their product in advance would be a whole weight for each
+            # adapter, and every batch with two adapters would compute it twice.
             out.index_add_(0, rows, x[rows] @ pair.down_IR @ pair.up_RO)
 
 
@@ -96,12 +98,16 @@ def read(
     file = file or (lambda name: (folder / name).read_bytes())
     try:
         settings = cast("dict[str, Any]", json.loads(file("adapter_config.json")))
+        # From bytes, and not from a path: what was checked is then what is loaded, however the file changes in
+        # between.
         tensors = {_short(name): tensor.float() for name, tensor in load(file("adapter_model.safetensors")).items()}
         scale = float(settings["lora_alpha"]) / float(settings["r"])
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
     layers = tuple(_layer(architecture, tensors, scale, layer, folder) for layer in range(architecture.layers))
+    # What no layer took would be left out in silence, an adapted output layer say, and the policy would sample from
+    # other weights than the learner trains.
     if tensors:
         raise ModelError(f"the adapter in {str(folder)!r} changes {min(tensors)}, which the embedded engine cannot")
     return Adapter(name, key, layers)
@@ -127,6 +133,8 @@ def _layer(
             if down.shape != (up.shape[1], into) or up.shape[0] != out:
                 raise ModelError(f"the adapter in {str(folder)!r} is of another model: {name}")
             if name.endswith("q_proj"):
+                # The rows of `lora_B` are rows of the weight that it adds to, so they are permuted as `_pack`
+                # permutes q and k; `lora_A` reads the hidden state, whose order does not change.
                 up = rotary(up, a.heads, a.head_dim)
             if name.endswith("k_proj"):
                 up = rotary(up, a.kv_heads, a.head_dim)
@@ -134,5 +142,7 @@ def _layer(
             ups.append(up)
         joined = torch.cat(downs)
         if len(joined):
+            # q, k and v are one product here. Their adapters have inputs of their own ranks, so `down` stacks them
+            # and `up` is block-diagonal: no rank of q may reach k.
             layer[part] = Pair(joined.t().contiguous(), torch.block_diag(*ups).t().contiguous())
     return layer

@@ -55,6 +55,8 @@ class Histograms:
 
 def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
     """The text of `/metrics`."""
+    # vLLM's names and labels, also where they say little here: dashboards and the router's `Aimd` read one engine
+    # like the other.
     labels = f'model_name="{model}",engine="0"'
     counters = batcher.counters
     gauges = {

@@ -48,6 +48,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             weights |= load_file(part)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read weights from {str(part)!r}: {error}") from error
+    # Always float32 first: norms and rotations stay in it, and `Product` rounds the rest to the dtype of the passes.
+    # One rounding, and the same as the learner's export.
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -55,6 +57,8 @@ def check_weights(architecture: Architecture, weights: Mapping[str, torch.Tensor
     """Raise ModelError unless `weights` are exactly this architecture's, of the right shapes and finite."""
     shapes = architecture.shapes()
     spare = set(weights) - set(shapes) - {"lm_head.weight"}
+    # Older checkpoints carry these constants; transformers computes them and ignores the file's, and so do we.
+    # Anything else unknown is a model that we would serve wrongly.
     spare = {name for name in spare if not name.endswith("rotary_emb.inv_freq")}
     if spare:
         raise ModelError(f"unknown weight {min(spare)!r} ({len(spare)} such) for this architecture")
@@ -63,6 +67,8 @@ def check_weights(architecture: Architecture, weights: Mapping[str, torch.Tensor
             raise ModelError(f"weight {name!r} is missing")
         if tuple(weights[name].shape) != shape:
             raise ModelError(f"weight {name!r} has shape {tuple(weights[name].shape)}, expected {shape}")
+        # A learner that diverged sends NaN. Refused here, the old weights go on; loaded, every log-prob would be NaN
+        # and every turn of the fleet would break.
         if not bool(torch.isfinite(weights[name]).all()):
             raise ModelError(f"weight {name!r} holds values that are not finite")
 
@@ -182,6 +188,7 @@ class KVStore:
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         keys, values = self.keys[:, :, :, :, :length], self.values[:, :, :, :length]
+        # Views alias: without the copy the first assignment would overwrite what the second one reads.
         kept_keys, kept_values = keys[:, a].clone(), values[:, a].clone()
         keys[:, a], values[:, a] = keys[:, b], values[:, b]
         keys[:, b], values[:, b] = kept_keys, kept_values
@@ -203,6 +210,8 @@ class EmbeddedModel:
         self.architecture, self.dtype, self.tower = architecture, dtype, tower
         axes = [axis for axis, count in enumerate(architecture.sections) for _ in range(count)]
         self._axes = torch.tensor(axes, dtype=torch.long)  # of each frequency: the coordinate that it turns by
+        # In float64, for the same reason as the frequencies: an angle is taken modulo a turn, and what counts is its
+        # remainder.
         angles = torch.outer(
             torch.arange(length, dtype=torch.float64),
             torch.tensor(architecture.inverse_frequencies, dtype=torch.float64),
@@ -266,6 +275,8 @@ class EmbeddedModel:
             attended = self._attend(qkv, layer, rotations, rows, masks, kv, number)
             x = rows.adapt(layer.o.onto(x, attended), attended, number, "o")
             if last := number == a.layers - 1:
+                # In the last layer only rows with logits go through the MLP: nothing reads the others any more once
+                # their keys and values are written.
                 x = x[rows.wanted_N]
             h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
             both = rows.adapt(layer.gate_up(h), h, number, "gate_up", wanted=last)
@@ -297,6 +308,8 @@ class EmbeddedModel:
         qk, v = heads[:, :both], heads[:, both:]
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (a.head_dim,), None, a.eps) * layer.qk_norm
+        # One complex product turns all heads of q and k. The textbook form (split halves, negate, concatenate) writes
+        # several tensors of their size in each layer.
         pairs = torch.view_as_complex(qk.reshape(-1, both, a.head_dim // 2, 2))
         keys, values = kv.keys[at], kv.values[at]
         qk = torch.view_as_real(pairs * rotations).view(-1, both, a.head_dim).to(keys.dtype)
@@ -307,6 +320,8 @@ class EmbeddedModel:
             positions = rows.positions_N[:n]
             keys[rows.single_slots_N, :, :, positions] = k[:n]
             values[rows.single_slots_N, :, positions] = v[:n]
+            # Written into the cache first and then read from there, the new token's own key too: attention then has
+            # one source, whatever was cached and whatever is new.
             outputs.append(_attend_singles(q[:n], rows, masks.singles, keys, values))
         for run, mask in zip(rows.runs, masks.runs, strict=True):
             end = run.start + (run.rows.stop - run.rows.start)
@@ -343,6 +358,8 @@ def _attend_singles(
     first = rows.shared.length if rows.shared else 0
     queries = torch.zeros(hull, heads, size, dtype=q.dtype)
     queries[rows.single_slots_N] = q
+    # A view over all low slots, idle ones included. To gather the slots in use would copy the whole cache in every
+    # layer; `PassPlanner._compact` keeps the hull dense instead.
     flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, first:longest]
     flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, first:longest]
     scores = torch.bmm(queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys).float()
@@ -374,7 +391,10 @@ def _attend_shared(
     if rows.shortest <= length:  # a row that is alone may be shorter than what others share
         unseen_NT = torch.arange(length) >= rows.lengths_S[slots_N].unsqueeze(1)
         first.masked_fill_(unseen_NT.unsqueeze(1), float("-inf"))
+    # [S, K, G, T] here, and `[slots_N]` picks the rows in the order of families.
     own_scores = own_scores.view(-1, kv_heads, group, own_scores.shape[-1])
+    # One softmax over both parts, so that nothing has to be renormalised: the two halves are computed apart only
+    # where keys are read.
     weights = torch.softmax(torch.cat([first, own_scores[slots_N].transpose(0, 1)], -1), -1).to(q.dtype)
     first = weights[..., :length].reshape(kv_heads, n * group, length)
     attended = torch.cat([torch.bmm(first[:, part], values[slot, :, :length]) for slot, part in parts], 1)
@@ -391,6 +411,8 @@ def _attend_run(q: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values:
     n, heads, size = q.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
+    # Query heads of a group share keys, so they are stacked along the rows: keys are read once for the group instead
+    # of being repeated as often as it has heads.
     queries = q.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * n, size)
     scores = torch.bmm(queries, keys).float().view(kv_heads, group, n, -1)
     scores += mask

@@ -39,6 +39,8 @@ class Product:
         if self._packed:
             weight = cast("torch.Tensor", torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS))
         elif dtype == torch.float32:
+            # Small float32 weights are kept as [I, O]: `torch.mm` then reads both factors in order, and the
+            # transposed view of a [O, I] weight is slower for few rows.
             weight = weight.t().contiguous()  # [I, O]
         self._weight = weight
 
@@ -55,6 +57,8 @@ class Product:
 
     def onto(self, sum_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         """`sum_NO` and the product with `x_NI`, added."""
+        # `addmm` writes the sum in the product's own pass over the output. The packed kernels have no such form, so
+        # there the sum is a second pass.
         if self._packed or self._bias is not None or self._dtype != torch.float32:
             return sum_NO + self(x_NI)
         return torch.addmm(sum_NO, x_NI, self._weight)

@@ -65,6 +65,7 @@ def parse_generate(
     if len(ids) >= length:
         raise BadRequest(f"token_ids: {len(ids)} tokens leave no room to generate; the context holds {length}")
     shown = _images(document.get("images", []), vision)
+    # `type`, and not `isinstance`: JSON's `true` is an int to Python, and would be token 1.
     if not all(type(id) is int and (0 <= id < vocab or id in shown) for id in ids):
         raise BadRequest(f"token_ids: every id must be an integer from 0 to {vocab - 1}")
     sampling_params = document.get("sampling_params", {})
@@ -129,6 +130,8 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     if max_tokens != int(max_tokens) or top_k != int(top_k):
         raise BadRequest("sampling_params.max_tokens and top_k: must be whole numbers")
     temperature = _number(given, "temperature", 1.0, 0.0, 100.0)
+    # Logits divided by less overflow float32, and the draw would be the argmax under a log-prob of 0: greedy sampling
+    # that does not call itself so. vLLM takes a larger temperature instead, which is then not the one that was sent.
     if 0 < temperature < 1e-3:
         raise BadRequest("sampling_params.temperature: must be 0 (greedy) or at least 0.001")
     min_p = _number(given, "min_p", 0.0, 0.0, 1.0)
@@ -143,6 +146,7 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     texts = cast("list[Any]", given.get("stop") or [])
     if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(text, str) and text for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
+    # Left out in silence they would change the distribution that the client believes to sample from (law 8).
     for name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
         if given.get(name):
             raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
@@ -172,6 +176,8 @@ def _number(given: dict[str, Any], name: str, default: float, low: float, high: 
 
 def choice_json(emission: Emission) -> str:
     """One choice of a generate answer, with vLLM's names. Version spans count from the first sampled token."""
+    # Built as text: a dictionary for each token would be made only to be written. `repr` of a float reads back as the
+    # same float, so no log-prob is rounded on its way (law 1).
     content = ",".join(
         f'{{"token":"token_id:{token}","logprob":{logprob!r},"top_logprobs":[]}}'
         for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True)

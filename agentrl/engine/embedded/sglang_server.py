@@ -38,6 +38,7 @@ from agentrl.records import Json
 
 _RENAMED = {"max_new_tokens": "max_tokens"}
 _SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "n"}
+# Clients send penalties of 0 with every request: a name that does nothing must not end it.
 _SAMPLING_NOT_HERE = {"frequency_penalty", "presence_penalty", "logit_bias"}  # refused behind, unless they do nothing
 _TEXT_ALONE = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
 
@@ -81,6 +82,8 @@ class SGLangServer:
         try:
             generation = self._engine.accept(_as_vllm(document))
         except BadRequest as error:
+            # SGLang begins the stream with status 200 before it validates, so a refusal comes as an event. A stand-in
+            # that answered 400 would let a client pass its tests that cannot read the real server's refusals.
             if is_stream:  # a request is looked at once its stream has begun
                 failure = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
                 await begin_events(send)
@@ -97,6 +100,8 @@ class SGLangServer:
             scored = zip([None, *generation.scores()], request.tokens[: request.prompt_length], strict=True)
             meta["input_token_logprobs"] = [[logprob, id, None] for logprob, id in scored]
         emission = Emission([], [], [], "length", [])
+        # SGLang takes 0, to score a prompt alone. The batcher samples at least one token for each request, so nothing
+        # is submitted then.
         if _parameters(document).get("max_new_tokens") != 0:
             with generation.running(receive):
                 emission = await generation.whole()
@@ -170,6 +175,7 @@ class SGLangServer:
 
     async def _metrics(self, _: HTTPRequest) -> Response:
         text = render(self._engine.batcher, self._engine.histograms, self._engine.name)
+        # Written with vLLM's names and renamed, so that a metric that is added once is there in both dialects.
         for theirs, ours in METRICS.items():
             text = text.replace(ours, theirs)
         return PlainTextResponse(text)
@@ -185,6 +191,8 @@ class SGLangServer:
         if mode == "abort":
             batcher.abort_all()
         if mode == "retract":
+            # Before the cache is dropped: tokens that were sampled and not yet sent belong to the weights before the
+            # pause, and a chunk of both versions could state one of them only.
             batcher.flush()
             batcher.forget()
             self._retractions += 1
@@ -195,6 +203,7 @@ class SGLangServer:
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, _: HTTPRequest) -> Response:
+        # SGLang refuses too, and answers 400: keys and values of running requests would vanish under them.
         if self._engine.batcher.busy and not self._loop.paused:
             return PlainTextResponse("requests are running or waiting: pause with retract first\n", 400)
         self._engine.batcher.forget()
@@ -212,6 +221,8 @@ class SGLangServer:
             answer = {"success": False, "message": f"Failed to update weights: {error}", "num_paused_requests": 0}
             return JSONResponse(answer, 400)
         self._engine.histograms.weight_update.add(time.perf_counter() - started)
+        # After the swap and before the answer, in one step of the loop: no pass runs in between that could serve an
+        # old prefix.
         if document.get("flush_cache", True):
             self._engine.batcher.forget()
         return JSONResponse({"success": True, "message": "Succeeded.", "num_paused_requests": 0})

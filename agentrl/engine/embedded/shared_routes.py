@@ -68,6 +68,9 @@ class SharedRoutes:
         return JSONResponse({"success": True})
 
 
+# starlette takes a bound method for a handler of its request objects, and an object with `__call__` for an ASGI
+# application. The hot route is the latter: reading a body by hand spares the request and response objects of each
+# turn.
 class AsgiRoute:
     """Lets a bound method be a route's ASGI application, past starlette's request objects."""
 
@@ -94,6 +97,8 @@ async def _stream_chat(chats: Chat, chat: ChatRequest, generation: Generation, s
     parts, sent, first = list[Emission](), "", True
     async for part in generation.emissions():
         parts.append(part)
+        # All tokens again for each chunk, since a decoder may join the last character with new bytes: the text of a
+        # suffix alone is not the suffix of the text. A chat's answer is short enough for that.
         text = "" if chat.tools else chats.text([token for part in parts for token in part.token_ids])
         new = fresh(text, sent)
         delta: dict[str, Any] = {"role": "assistant"} if first else {}

@@ -35,6 +35,8 @@ class VisionTower:
 
     def __init__(self, folder: Path) -> None:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # transformers would choose by what is installed, and another kernel rounds otherwise: the canary compares
+        # these numbers with the learner's.
         config.vision_config._attn_implementation = "sdpa"
         self._module: Any = _TOWERS[config.model_type]._from_config(config.vision_config, dtype=torch.float32).eval()
         self._patches = ImagePatches(folder)
@@ -64,6 +66,8 @@ class VisionTower:
         decoded."""
         if image.digest not in self._known:
             while len(self._known) >= _KEPT:
+                # The oldest goes (dictionaries keep their order). A screenshot of an early turn is in every later
+                # prompt, but its keys and values are cached by then; what is lost is computed again.
                 del self._known[next(iter(self._known))]
             patches, grid = self._patches(image)
             self._known[image.digest] = self._module(patches, grid_thw=grid).pooler_output

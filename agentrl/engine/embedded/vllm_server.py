@@ -87,6 +87,8 @@ class VllmServer:
         request = generation.request
         scored: list[dict[str, dict[str, float]] | None] | None = None
         if generation.asked.score:
+            # A canary may ask while the learner has the memory: the weights that it asks for are not there before the
+            # engine wakes.
             await self._loop.awake.wait()
             pairs = zip(request.tokens[1 : request.prompt_length], generation.scores(), strict=True)
             scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
@@ -119,6 +121,8 @@ class VllmServer:
         clear = request.query_params.get("clear_cache", "true").lower() in ("true", "1")
         if mode not in ("abort", "wait", "keep"):
             raise BadRequest(f"mode = {mode!r}: must be abort, wait or keep")
+        # The default, as in vLLM, although nobody here wants it: a client that forgets the mode must see what it
+        # would see there.
         if mode == "abort":
             self._engine.batcher.abort_all()
         if mode == "wait":
@@ -182,12 +186,14 @@ class VllmServer:
         version = version_in(await read_object(request), "weight_version")
         if not self._loop.paused:
             raise BadRequest("the engine is running: call /pause before new weights are taken")
+        # One step of the loop, with nothing awaited in it: between the swap and the version no pass can run (law 1).
         self._engine.updates.finish(version)
         return JSONResponse({"message": "Weight update finished"})
 
     async def _receive(self, request: HTTPRequest) -> Response:
         match await read_object(request):
             case {"method": uploads.METHOD, "args": [str(message)]}:
+                # On a thread, since it writes megabytes to a disk while other requests sample.
                 reply = await asyncio.to_thread(self._engine.adapters.inbox.receive, message)
                 return JSONResponse({"results": [reply]})
             case other:

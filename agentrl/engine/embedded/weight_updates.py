@@ -45,6 +45,8 @@ class WeightUpdates:
     async def stage(self, path: str, sha256: str, deadline_s: float) -> None:
         """Read a file. Raises BadRequest if it may not, or cannot, be read."""
         self._check_started()
+        # Held under a name of its own: reading takes seconds, and a pusher that gave up may have begun another update
+        # by then. Its file must not be mixed with what this one reads.
         staged = self._staged  # of this update: a later start drops it
         try:
             if object_store.is_url(path):
@@ -53,6 +55,8 @@ class WeightUpdates:
             else:
                 data = await asyncio.to_thread(self._sources.read, path, sha256)
             staged |= await asyncio.to_thread(_tensors, data, f"update_info.path: {path!r}")
+            # Packing reads and writes all weights, so it happens before the pause
+            # (`test_new_weights_are_packed_before_the_pause_which_only_swaps_them`).
             packed = await asyncio.to_thread(self._pack, staged)
             if staged is self._staged:
                 self._packed = packed
@@ -92,6 +96,8 @@ class WeightUpdates:
         weights: dict[str, torch.Tensor] = {}
         for name in names:
             with self._sources.open(f"{path}/{name}") as file:
+                # No digest here: SGLang's call has no field for one. The folder is one that the engine was started
+                # with, and the canary judges what was read.
                 weights |= _tensors(weight_file.mapped(file), f"model_path: {path!r}")
         return self._batcher.model.pack(weights)
 
@@ -133,6 +139,8 @@ class Adapters:
                 return opened.read()
 
         try:
+            # Keys of adapters count down from -1 and versions up from 0, so that no cached prefix of one is ever
+            # taken for one of the other. A name that is loaded again gets a new key.
             self._by_name[name] = read(Path(path), self._architecture, name=name, key=-self._reads, file=file)
         except WeightSyncError as error:
             raise BadRequest(str(error)) from None
@@ -148,6 +156,8 @@ class Adapters:
 
 def give_back_memory() -> None:
     """Let the system have the memory of weights that are gone, beside whatever comes next."""
+    # The allocator keeps what was freed, and a second copy of the weights stays in the process for good without this
+    # (`test_weights_that_were_replaced_leave_the_process`). On a thread, since it walks the whole heap.
     asyncio.get_running_loop().run_in_executor(None, free_memory.give_back)
 
 

@@ -30,6 +30,8 @@ from agentrl.records import Json, Message
 
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}  # the renderer says these
 
+# Letters only, so that no template escapes, quotes or capitalises it, and rare enough that no template's own text has
+# it.
 MARK: Final = "zqMARKqz"
 """A word that no template writes of itself."""
 PROBE_NAME: Final = "zqTOOLqz"
@@ -96,6 +98,10 @@ class ChatTemplate:
     `writes_tools`, `writes_calls`, `writes_results` say whether the schemas of tools, an assistant's calls and the
     answers to them appear in what it writes."""
 
+    # Why templates are probed, and not recognised by a model's name: derived models change their template, one name
+    # comes with several, and a list of names is out of date with the next release. A template is a program, and a
+    # conversation of three messages shows what it does. All probes are lazy and cached, since a run with one template
+    # asks each question once.
     def __init__(self, source: str, where: str, variables: Mapping[str, Any], arguments: Collection[str] = ()) -> None:
         self.source, self.where = source, where
         self._template, self._variables = compile_template(source, where, arguments), dict(variables)
@@ -103,6 +109,8 @@ class ChatTemplate:
     def reads(self, key: str) -> bool:
         """Whether the template names a key of a message anywhere. A name in another role counts too: this errs
         towards silence about a key that is not read."""
+        # In the source, and not by rendering with and without the key: a key may matter only in a branch that a probe
+        # does not reach.
         return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
     @cached_property
@@ -113,6 +121,8 @@ class ChatTemplate:
     def _with_thoughts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message with its thoughts under each key that the template looks at: their name is no standard."""
         thoughts = message.get(REASONING_KEYS[0])
+        # Under each of its names at once: a template that reads `reasoning` would drop thoughts under
+        # `reasoning_content` in silence (law 8), and one that reads two takes either.
         return message if thoughts is None else {**message, **dict.fromkeys(self._thought_keys, thoughts)}
 
     @property
@@ -132,6 +142,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=schemas, add_generation_prompt=asks, **self._variables
             )
+        # A template refuses with `raise_exception`, or by running into whatever its author did not think of: both are
+        # the template's refusal, and neither may end a worker.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ModelError(f"the chat template of {self.where!r} refuses these messages: {error}") from error
 
@@ -170,11 +182,15 @@ class ChatTemplate:
             odd = "{'key'" in behind or '\\"key' in behind or (null and "None" in before[-60:])
             if probe and MARK in behind and not odd:  # an object is what most want; a shorter text has no empty parts
                 fitting.append((not answered, text, len(written), style))
+        # The order is the preference: a style in which answers are written too, then arguments as objects, then the
+        # shorter text. `test_a_start_is_what_transformers_renders` compares what comes of it with transformers.
         return min(fitting, key=lambda one: one[:3])[3] if fitting else Style(parts=parts)
 
     @cached_property
     def writes_tools(self) -> bool:
         written = [self._tried(messages, [PROBE]) for messages in ([_user("a")], _SYSTEM)]
+        # With and without a system message: some templates write the schemas into the system message, and only where
+        # there is one.
         return bool(written[0]) and all(not text or PROBE_NAME in text for text in written)
 
     @cached_property
@@ -194,6 +210,7 @@ class ChatTemplate:
     def writes_calls(self) -> bool:
         conversation: list[dict[str, Any]] = [_user("a"), {"role": "assistant", "content": "a"}]
         written = self._with_call()
+        # The name alone proves nothing, since the schemas have it too: a call has to add one.
         return MARK in written and written.count(PROBE_NAME) > self._tried(conversation, [PROBE]).count(PROBE_NAME)
 
     @cached_property
@@ -301,6 +318,9 @@ def probe_call(value: str = MARK) -> list[dict[str, Any]]:
 def compile_template(source: str, where: str, arguments: Collection[str] = ()) -> Template:
     """A template ready to render. Raises ModelError for one that does not parse, or that reads none of `arguments` by
     such a name: jinja would leave it out silently; `where` names the template."""
+    # A template comes with a model from anywhere, so it runs in jinja's sandbox, with the options that transformers
+    # compiles with. Other options would put other blanks between the messages, and every prompt would differ from the
+    # ones that the model was trained on.
     environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loop_controls]
     )
@@ -308,6 +328,8 @@ def compile_template(source: str, where: str, arguments: Collection[str] = ()) -
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
+        # A misspelt argument (`enable_thinkng = false`) is an unused variable to jinja, and the run would think for a
+        # day. Hence the refusal below (law 8).
         reads = meta.find_undeclared_variables(environment.parse(source)) - _OURS - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ModelError(f"the chat template of {where!r} does not parse: {error}") from error

@@ -39,10 +39,13 @@ class Conversations:
         self.folder = str(folder.path)
         self.tokenizer = folder.tokenizer
         variables: dict[str, Any] = {**folder.token_texts, **template_kwargs}
+        # Arguments are checked against the default template alone: one of several may well not read what another
+        # reads.
         self._templates = {
             name: ChatTemplate(source, self.folder, variables, template_kwargs.keys() if name == "default" else ())
             for name, source in folder.templates.items()
         }
+        # Before `Guards` is made, which marks further tokens as special in this tokenizer.
         added = self.tokenizer.get_added_tokens_decoder().values()
         self.special = [token.content for token in added if token.special]
         """The texts of the tokens that the folder marks as special."""
@@ -113,6 +116,7 @@ class Conversations:
             if calls and not template.writes_calls:
                 rewritten.append(_with_calls_as_text(message, self.text_format))
             elif message["role"] == "tool" and not self._keeps_results:
+                # Consecutive answers are joined to one user message: many templates refuse two of a role in a row.
                 (answer,) = self.text_format.pictured_as_user((message,))
                 rewritten.append(_joined(rewritten.pop(), answer) if before == "tool" else answer)
             else:
@@ -139,6 +143,8 @@ class Conversations:
 
     def _named_role(self, message: Message) -> Message:
         """OpenAI's role `developer` is the system's for a template that does not know it."""
+        # Most templates drop a role that they do not know without a word, and this one carries the task's
+        # instructions.
         if message["role"] == "developer" and not self._templates["default"].reads("developer"):
             return cast("Message", {**message, "role": "system"})
         return message
@@ -154,6 +160,8 @@ class Conversations:
         except ValueError as error:
             raise ModelError(f"{error}: scale or crop it") from error
         places = [place for place, token in enumerate(ids) if token == self._vision.placeholder]
+        # The placeholder is one token in the text, and as many as the image has patches in the prompt: they are
+        # counted before they are expanded, so that no image slides into the place of another.
         if len(places) != len(shown) or any(after == place + 1 for place, after in pairwise(places)):
             where = f"{len(places)} placeholders for {len(shown)} images, or none between two"
             raise ModelError(f"the chat template of {self.folder!r} writes {where}")

@@ -30,6 +30,8 @@ class Demonstrations:
         for number in (number for number, message in enumerate(plain) if message["role"] == "assistant"):
             before = self._conversations.text(plain[:number], tools)
             with_turn = self._conversations.text(plain[: number + 1], tools, asks=False)
+            # What the policy would see has to be a prefix of what is learned from. A template that writes a past turn
+            # in another way (thoughts dropped, say) would teach an answer to a prompt that never comes.
             if not with_turn.startswith(before):
                 raise ModelError(
                     f"{self._template_name} does not write message {number} where the assistant "
@@ -45,6 +47,8 @@ class Demonstrations:
                 notices.note("demonstrations", "the chat template leaves out the thoughts of an assistant's message")
             turn_ids = self._conversations.encode(with_turn[len(before) :])
             ends = [place for place, token in enumerate(turn_ids) if token in self._extensions.ends]
+            # Up to the end token and no further: templates often write a line end behind it, which the engine adds
+            # and the policy never samples. Without an end token the policy would learn not to stop.
             turn_ids = turn_ids[: ends[-1] + 1] if ends else self._extensions.ended(turn_ids, plain[number], tools)
             turns.append((self._conversations.encode(before), turn_ids))
         return turns
@@ -82,6 +86,8 @@ class Demonstrations:
         message, number = messages[-1], len(messages) - 1
         calls = message.get("tool_calls", [])
 
+        # By difference, and not by a search for the text: a template may escape, indent or reorder what it writes,
+        # and what changes nothing in the output was left out for certain.
         def is_without(**changes: Any) -> bool:
             changed = [*messages[:-1], cast("Message", {**message, **changes})]
             return self._conversations.text(changed, tools, asks=False) == written

@@ -49,7 +49,10 @@ class Extensions:
 
     def __init__(self, conversations: Conversations, folder: ModelFolder) -> None:
         self._conversations, self._template_name = conversations, f"the chat template of {conversations.folder!r}"
+        # The second rendering is without the new messages, so it is one of a few texts for all turns of a run.
         self._encode_again = lru_cache(maxsize=16)(conversations.encode)  # for a text that each turn has
+        # Empty at first: `_find_stops` itself asks `_continued`, and so an end of turn is looked for before any is
+        # known.
         self.ends: set[int] = set()
         self.ends, self.stop_token_ids = self._find_stops(folder)
 
@@ -59,10 +62,14 @@ class Extensions:
         behind, alone, called = self._continued(template, self._conversations.readable(template, news), tools)
         end, closed = self._end_of_turn(behind, alone)
         last = sampled[-1] if sampled else None
+        # The model's own end token stays, also where the template would write another one of its stop tokens: it was
+        # sampled (law 1). `test_harmony_keeps_the_token_that_ended_the_turn` has a dialect with several.
         if last == behind[end] or (closed and last in self.stop_token_ids):
             return tuple(behind[end + 1 :])
         if called:  # the call may be broken off anywhere: nothing of its syntax is added
             return tuple(behind[end:])
+        # An end of several tokens may have been begun when the limit cut the turn: its first tokens are sampled ones,
+        # and are not written twice (`test_an_end_of_several_tokens_that_was_begun_is_not_begun_again`).
         return tuple(behind[_overlap(sampled, behind[:end]) :])
 
     def ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
@@ -89,8 +96,12 @@ class Extensions:
                 behind = behind.rpartition(prefix_end)[0] if prefix_end else behind
                 alone = template.render([_ASKED, turn], tools, asks=False)
             except ModelError as error:
+                # The first refusal is that of the likeliest kind of turn, so it is the one that tells its reader
+                # something.
                 refusal = error if not str(refusal) else refusal
                 continue
+            # A template may write a call's arguments twice. As many places as in the text without a continuation
+            # belong to the turn, and a later one to the new messages.
             places = alone.count(sentinel) or behind.count(sentinel)
             talk = [_ASKED, turn, *answers]
             if places and all(self._shown(template, talk, place, behind) for place in range(2, len(talk))):
@@ -196,6 +207,7 @@ def _turns_before(news: Sequence[Message], sentinel: str) -> Iterator[tuple[Mess
             cast("Message", {**count, **tool_message})
             for count, tool_message in zip(counted, tool_messages, strict=True)
         ]
+        # All calls first, then only the last one: a template that knows one call a message refuses the former.
         for last in (0, len(tool_messages) - 1)[: len(tool_messages)]:
             for answers in (identified, counted):
                 calls = [_call_answered(answer, sentinel) for answer in answers[last:]]

@@ -28,6 +28,8 @@ from agentrl.env.tools.parsers import FORMATS
 from agentrl.errors import ModelError
 from agentrl.records import Json, Message
 
+# A supplementary private use area: no text of a page or a tool holds these characters by accident, and tokenizers'
+# normalizers leave them alone.
 _PRIVATE_USE: Final = 0xF0000
 _ORDINARY: Final = re.compile(r"[\w\s\u2581]*")
 _MARKER: Final = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
@@ -49,6 +51,7 @@ class Guards:
         written = "\n".join(text for template in templates for text in (template.source, *_written_by(template)))
         others = {token.content for token in added.values()} - set(special)
         inner = {token for token in others if _is_control(token, written)}
+        # Longest first: `<|im_start|>` may hold a shorter token, which would otherwise be cut out of its middle.
         self._tokens = sorted(filter(None, {*special, *inner}), key=len, reverse=True)
         self._is_inner = [token in inner for token in self._tokens]
         self._literal = _literals(tokenizer, self._tokens, inner)
@@ -68,6 +71,8 @@ class Guards:
         if self._normalizer is not None and (normal := self._normalizer.normalize_str(guarded)) != guarded:
             # The tokenizer looks for some added tokens in the normalized text: other characters may become one there.
             replaced = self._replaced(normal, inner)
+            # The text as it came, unless normalizing it makes a control token. Always to normalize would change what
+            # a tool wrote, and the tokenizer does it anyway.
             return guarded if replaced == normal else replaced
         return guarded
 
@@ -99,6 +104,7 @@ class Guards:
 
     def tools(self, tools: Sequence[Mapping[str, Json]]) -> Sequence[Mapping[str, Json]]:
         """Schemas of tools, whose descriptions a server elsewhere may have written."""
+        # A quick look first, since schemas are the same for every turn and hardly ever hold such a token.
         written = dump([dict(tool) for tool in tools]) if tools else ""
         if self._normalizer is None and not any(token in written for token in self._tokens):
             return tools
@@ -160,5 +166,7 @@ def _literals(tokenizer: Tokenizer, tokens: Sequence[str], inner: set[str]) -> l
     tokenizer.encode_special_tokens = True
     try:
         return [encode_piece(tokenizer, token) for token in tokens]
+    # The flag is the tokenizer's, and all threads share it: it stands for the few calls at start alone, before the
+    # renderer is handed out.
     finally:
         tokenizer.encode_special_tokens = False

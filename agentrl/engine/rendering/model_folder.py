@@ -59,6 +59,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
         raise ModelError(f"{folder}: chat_template = {template!r:.100} is no text")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = _read_text(path)
+    # Last, so that it wins: transformers saves new templates here, and an older one may still stand in the settings.
     path = folder / "chat_template.jinja"
     if path.is_file():
         templates["default"] = _read_text(path)

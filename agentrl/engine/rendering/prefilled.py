@@ -28,6 +28,7 @@ def prefilled(conversations: Conversations, messages: list[Message], tools: Tool
             f"the chat template of {conversations.folder!r} does not write the assistant's text at the end of the "
             "prompt: end the prompt with the user's message"
         )
+    # The last place: a template may show the content in a preface too, and what is gone on with is what stands last.
     prefix = written[: written.rindex(sentinel)].replace(sentinel, "")
     words, thoughts = messages[-1]["content"], messages[-1].get("reasoning_content", "")
     tags = [tag for pair in conversations.text_format.thoughts for tag in pair]
@@ -40,6 +41,8 @@ def prefilled(conversations: Conversations, messages: list[Message], tools: Tool
             before = conversations.text(messages[:-1], tools)
         except ModelError:  # a template may refuse the conversation without its last turn: an empty one, say
             continue
+        # The template closed a block of thoughts that the words leave open. So the text is put together here: what
+        # opens a turn, and the words as they are.
         if not is_whole or prefix.count(closing) > before.count(closing) + words.count(closing):
             return (before.rstrip().removesuffix(opening) if before.rstrip().endswith(opening) else before) + words
     if not is_whole or thoughts.strip() not in prefix:

@@ -75,6 +75,8 @@ class Renderer:
             conversations.template(tools=bool(tools)),
             conversations.guards.tools(tools),
         )
+        # A template with one call a message would drop the others in silence; divided, each call stands before its
+        # answer.
         plain = plain if template.writes_several else one_by_one(plain)
         text = prefilled(conversations, plain, tools) if ends_with_prefix(plain) else conversations.text(plain, tools)
         self._name_left_out(plain, tools, text)
@@ -107,6 +109,8 @@ class Renderer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones written out, without the one that ends the turn."""
         text_ids = list(ids)
+        # Only the last one: a dialect may close messages inside a turn with the same token (harmony), and there it is
+        # text that a parser reads.
         if text_ids and text_ids[-1] in self.stop_token_ids:
             text_ids.pop()
         return self.conversations.tokenizer.decode(text_ids, skip_special_tokens=False)
@@ -128,6 +132,8 @@ class Renderer:
 
     def _makes_no_difference(self, messages: Sequence[Message], at: int, tools: Tools, written: str) -> bool:
         """Whether the conversation reads the same without the content of this message."""
+        # A point, and not an empty text: many templates write nothing at all for an empty message, which would look
+        # like a difference.
         emptied = cast("Message", {**messages[at], "content": "."})
         try:
             return self.conversations.text([*messages[:at], emptied, *messages[at + 1 :]], tools) == written

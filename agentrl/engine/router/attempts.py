@@ -32,6 +32,8 @@ async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
     it do, which the turn has already."""
     for span in chunk.spans:
         if not await knows(span.version):
+            # As in `EngineClient._heard`: tokens that the turn has already cannot be taken back, so it ends; new ones
+            # are left out, and it goes on.
             kind = EngineBroke if span.start >= 0 else EngineError
             other = "does another run send it weights? Each run needs engines of its own (engine.urls)"
             raise kind(f"{url} samples from version {span.version}, which this run never made: {other}")
@@ -90,6 +92,7 @@ class Attempts:
             if other is None or not hedges.allows(sum(replica.running for replica in self._health.replicas)):
                 return None
             seconds = 1
+            # Counted when it is opened, and not when it answers: the bound of `allows` is one of load.
             hedges.asked, hedges.running = hedges.asked + 1, hedges.running + 1
             wait_there = Wait(watchers=wait.watchers)
             if wait.watchers is not None:
@@ -97,6 +100,7 @@ class Attempts:
             return self._single(other, turn, wait_there)
 
         def answers(item: tuple[Replica, Chunk]) -> bool:
+            # An abort is no answer. An engine that ends every request at once would otherwise win every race.
             return bool(item[1].token_ids) or item[1].finish not in (None, "abort")
 
         first = self._single(replica, turn, wait)
@@ -131,8 +135,13 @@ class Attempts:
                     if chunk.token_ids and not sampling:
                         sampling = True
                         self._hedges.took(trio.current_time() - began)
+                        # With the first token, and not with the first chunk: an engine that accepts and then refuses
+                        # inside the stream has sampled nothing, and proves nothing about those that refused.
                         self._blame_refusers(turn)
                     yield replica, chunk
+                    # Somebody aborts requests there, a restart in order say. It leaves the fleet for `retry_s`,
+                    # doubled each time, so that a turn does not come back to it in a tight loop
+                    # (`test_an_engine_that_aborts_at_once_is_asked_ever_more_rarely`).
                     if chunk.finish == "abort":
                         self._health.broke(replica, "it aborts")
                     if chunk.finish is not None:
@@ -142,6 +151,9 @@ class Attempts:
                 self._failed(replica, turn, refused)  # another engine took it
             else:
                 turn.refusals[replica.client.url] = refused
+                # Two engines of two minds cannot both be ill by chance. Offered to the whole fleet, a broken request
+                # would go through every engine of it
+                # (`test_a_request_that_two_engines_refuse_is_refused_and_tours_no_fleet`).
                 if len(turn.refusals) > 1 or not self._choice.ready(turn):
                     raise
         except EngineBroke as broke:
@@ -160,6 +172,8 @@ class Attempts:
     ) -> Chunk | None:
         """The next chunk; None if the replica hangs, is drained, or has no time left."""
         wait.replica, wait.since, wait.asleep_s = replica, trio.current_time(), 0.0
+        # Half: an engine that hangs without a word uses up half of the deadline at most, and another one has the
+        # rest.
         left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
         # Each wait has its own scope, cancelled when its replica hangs or is drained.
         wait.scope = trio.CancelScope(deadline=wait.since + left_s)
@@ -172,8 +186,11 @@ class Attempts:
             replica.waits.discard(wait)
             wait.replica = None
         gap_s = trio.current_time() - wait.since
+        # Time before the first token is queue and prefill, which are the engines'. Counted to the turn, a busy fleet
+        # would cut long turns short and score them as if the policy had been slow (law 3).
         spent_s = replica.pace.sampling(gap_s) if sampling and chunk is not None else 0.0
         turn.spent_s += spent_s
+        # Never below 0: a sleep is measured by asking, at other moments than the gap.
         turn.waited_s += max(0.0, gap_s - spent_s - wait.asleep_s)
         if chunk is not None:
             self._health.heard(replica, token=bool(chunk.token_ids))

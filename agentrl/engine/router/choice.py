@@ -24,6 +24,8 @@ class Choice:
         """The replica for the next attempt; waits for one if none is ready. Raises EngineTimeout; EngineRefusal if all
         that are ready refuse the request."""
         started = trio.current_time()
+        # The deadline belongs to the turn and not to this wait: waits at several engines add up in `waited_s`, or a
+        # flapping fleet could hold a turn for ever (law 4).
         with trio.move_on_at(started + self._outage_deadline_s - turn.waited_s):
             while True:
                 ready = self.ready(turn)
@@ -33,6 +35,8 @@ class Choice:
                     return self._homes.choose(turn.request.session, roomy)
                 if not ready and turn.refusals:  # no other replica is left to try
                     raise next(iter(turn.refusals.values()))
+                # Ready engines without room only have to finish something. Without any ready one, whoever waits asks
+                # the broken ones: a fleet works without a background task too.
                 await (self._health.changed.wait() if ready else self._health.ask_next())
         raise self._too_late(turn)
 
@@ -41,6 +45,7 @@ class Choice:
         others = [
             replica
             for replica in self.ready(turn)
+            # A replica that failed last time is on probation with one request, and that one should not be a race's.
             if replica is not first and replica.room > 0 and not replica.failures
         ]
         return min(others, key=lambda replica: replica.running, default=None)

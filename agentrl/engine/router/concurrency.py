@@ -28,6 +28,8 @@ class Aimd:
     floor: float = 4.0
     ceiling: float = 4096.0
     step: float = 8.0
+    # Gentler than TCP's half: a lowered limit costs an engine throughput at once, and the pressure shows within a
+    # second of `control`.
     factor: float = 0.75
     kv_high: float = 0.95
     queue_share: float = 0.25
@@ -39,11 +41,16 @@ class Aimd:
         waiting, running = metrics.get(WAITING, 0.0), metrics.get(RUNNING, 0.0)
         preemptions = metrics.get(PREEMPTIONS, 0.0)
         preempted = self._preemptions is not None and preemptions > self._preemptions
+        # The counter's first reading is the base: an attached engine may have preempted for another client's
+        # requests.
         self._preemptions = preemptions
         starved = waiting > 0 and metrics.get(KV_USED, 0.0) > self.kv_high
+        # At least `floor`, so that an engine that runs one request is not called crowded for the second.
         queued, self._queued = self._queued, waiting > self.queue_share * max(running, self.floor)
         if preempted or starved or (queued and self._queued):
             self.limit = max(self.floor, self.limit * self.factor)
+        # Only while the limit holds requests back. Grown in quiet times, it would stand at its ceiling and stop
+        # nothing when the load comes.
         elif sent >= self.limit - 1 and not self._queued:
             self.limit = min(self.ceiling, self.limit + self.step)
         return self.limit

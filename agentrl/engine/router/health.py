@@ -60,6 +60,8 @@ class Health:
 
     def announce(self) -> None:
         """Wake all that wait for a change."""
+        # Replaced and not cleared (trio's events have no `clear`): a waiter that wakes late holds the old one, which
+        # stays set, so that no change is lost.
         self.changed.set()
         self.changed = trio.Event()
 
@@ -84,12 +86,14 @@ class Health:
 
     def broke(self, replica: Replica, trouble: str) -> None:
         """Note a failure of a ready replica; it counts as one failure, however many turns it hit."""
+        # A hundred turns that an engine's death hits at once would double its `retry_s` a hundred times.
         if replica.state is ReplicaState.READY:
             self._put_off(replica, trouble)
 
     def _put_off(self, replica: Replica, trouble: str) -> None:
         replica.state, replica.trouble = ReplicaState.BROKEN, trouble
         wait_s = min(self._retry_s * 2**replica.failures, self._retry_max_s)
+        # Bounded, since 2**failures is computed before `retry_max_s` cuts it.
         replica.failures = min(replica.failures + 1, 16)
         replica.retry_at = trio.current_time() + wait_s
 
@@ -107,6 +111,7 @@ class Health:
         except EngineError as error:
             trouble = str(error)
         fits = version is not None and await self.fits(version)
+        # An operator's word holds, also where it came while the engine was being asked.
         if replica.state is ReplicaState.DRAINING:
             return
         if version is None:
@@ -168,11 +173,15 @@ class Health:
             if replica is None or wait.since != since:
                 continue
             if await self._lives(replica):
+                # Alive and silent: a long prefill, a queue, or a pause. Of these only a sleep is taken off the clock,
+                # since it is the run's own learner that has the GPU.
                 await self._forgive(wait, replica)
                 await trio.sleep(self._stall_s)
                 continue
             self.broke(replica, _MUTE)
             for other in list(replica.waits):
+                # Requests that began to wait later have not been silent as long: they are judged by a look of their
+                # own.
                 if other.since <= since:
                     other.scope.cancel()
 
@@ -180,6 +189,8 @@ class Health:
         """Do not count a wait until now in which the replica sleeps."""
         since = wait.since
         with suppress(EngineError):
+            # `since` again after the await: the chunk may have come meanwhile, and another wait has begun in the same
+            # object.
             if self._sleeps and await replica.client.paused(deadline_s=self._probe_s) and wait.since == since:
                 slept_s = trio.current_time() - since
                 wait.scope.deadline += slept_s - wait.asleep_s
@@ -190,6 +201,8 @@ class Health:
         asked_at = trio.current_time()
         if asked_at - replica.heard_at < self._stall_s:
             return True
+        # Set before the probe, so that the other turns waiting here take it for alive and do not probe as well:
+        # `test_an_engine_that_answers_is_not_asked_by_each_turn`.
         replica.heard_at = asked_at
         if await replica.client.alive(deadline_s=self._probe_s):
             replica.heard_at = trio.current_time()

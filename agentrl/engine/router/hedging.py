@@ -22,6 +22,7 @@ import trio
 T = TypeVar("T")
 
 _KNOWN = 16  # first tokens that must have come before a median means anything
+# Some rounds of a group: long enough for a steady median, short enough to follow the load of a run within minutes.
 _REMEMBERED = 256
 _SHARE = 0.1  # of the running requests, that may be second ones: if all engines are slow, more load helps nobody
 
@@ -78,6 +79,7 @@ class Hedges:
 
     def allows(self, running: int) -> bool:
         """Whether one more second request may run beside `running` requests."""
+        # At least one, or a fleet with fewer than ten requests could never hedge.
         return self.running < max(1.0, _SHARE * running)
 
 
@@ -101,6 +103,8 @@ async def race(
             async for item in stream:
                 if answers(item):
                     arrived.append((stream, item))
+                    # The nursery ends here, and not the stream: the winner's generator is left where it is, for the
+                    # caller to go on with.
                     nursery.cancel_scope.cancel()
                     return
         except Exception as error:  # the other stream may still answer

@@ -63,6 +63,9 @@ class Replica:
     @property
     def room(self) -> float:
         """How many more requests it may have."""
+        # One request at a time until a token has come
+        # (`test_a_replica_that_failed_gets_one_request_until_it_brings_a_token`): an engine that answers its health
+        # check and breaks every turn would otherwise break a whole limit's worth each time it returns.
         return (min(1, self.limit) if self.failures else self.limit) - self.running
 
 
@@ -78,6 +81,7 @@ class Wait:
     watchers: trio.Nursery | None = None
 
 
+# Sessions end without a word to the router. Forgetting the oldest costs a prefill at the worst.
 _SESSIONS = 65_536  # number of sessions whose replica is remembered
 
 
@@ -93,6 +97,8 @@ class Homes:
         """The replica for a session's next turn, of those that have room; from now on its home."""
         least = min(roomy, key=lambda replica: replica.running)
         home = self._homes.pop(session, least)
+        # The 4 keeps small numbers from moving sessions about: 3 requests against 1 is three times as many, and no
+        # reason to compute a prefix again.
         if home not in roomy or home.running > self._slack * (least.running + 4):
             home = least
         self.move(session, home)

@@ -169,9 +169,12 @@ class Fleet:
         go on elsewhere."""
         current = {replica.client.url: replica for replica in self.replicas}
         addresses = [url.rstrip("/") for url in urls]
+        # No address at all is a moment in which nothing is known, and no fleet without engines: to forget them all
+        # would end every turn.
         if not addresses or addresses == list(current):
             return
         for url in current.keys() - set(addresses):
+            # The engine's host may be gone already: its turns should not wait until silence proves it.
             self.drain(url, move=True)
             self._gone.append(current[url])
         clients = {url: client(url) for url in addresses if url not in current}
@@ -249,10 +252,14 @@ class Fleet:
                     if chunk.finish:
                         return
                     versions = turn.versions(chunk) if self._preempt else []
+                    # By the chunk's last version: a swap in the midst of it has brought the new weights, and the turn
+                    # may stay.
                     if outdated := bool(versions) and not await health.fits(versions[-1]):
                         break
             if outdated:
                 await health.ask(replica)  # without the new weights it becomes stale and gets no turn
+            # At this empty chunk a worker journals the tokens so far: the next engine's first one may be minutes
+            # away, and a death until then would lose them.
             yield SEAM
             self._choice.check_time(turn)
         yield last

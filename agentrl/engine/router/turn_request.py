@@ -20,6 +20,8 @@ SEAM = Chunk(token_ids=(), logprobs=(), spans=())
 """Says that an engine was left, and that the turn goes on at another."""
 
 _PAUSE = 3.0  # times the usual gap between two chunks: time beyond that is not sampling
+# Asymmetric: a single long gap is probably a pause and should hardly count, while a shorter one shows what the engine
+# can do.
 _SLOWER, _FASTER = 0.1, 0.5  # weight of a new gap in the usual gap: a pause must not change the pace much
 
 
@@ -66,8 +68,12 @@ class TurnRequest:
         new = received[request.sampled :]
         return replace(
             request,
+            # Another name for each attempt: the engine that was left may not yet know of its end, and vLLM refuses a
+            # second request under a running id.
             request_id=f"{request.request_id}~{number}" if number else request.request_id,
             token_ids=(*request.token_ids, *new),
+            # The limit is the turn's, over all engines. Given whole to each, a turn that is interrupted often would
+            # become longer than the others of its group.
             sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(new)),
             deadline_s=float("inf"),
             sampled=len(received),
@@ -85,6 +91,8 @@ class TurnRequest:
             self.received.append(chunk.token_ids[count - 1])
             if self._stops_over_the_seam():
                 return _first(chunk, count)
+        # Ended as by a token limit: the policy wrote for too long, so what it wrote is its action and is scored (law
+        # 3). An error here would call it the infrastructure's failure.
         if chunk.finish is None and chunk.token_ids and self.spent_s >= self.request.deadline_s:
             return replace(chunk, finish="length")
         return chunk
@@ -96,12 +104,16 @@ class TurnRequest:
     def ending(self) -> Chunk | None:
         """The last chunk, if an engine broke off after the turn's last token but before it sent `finish`."""
         room = self.request.sampled + self.request.sampling.max_tokens
+        # The engine may die between the stop token and its word that it stopped. Asked to go on, another engine would
+        # sample behind a finished turn.
         finish = finish_of(self.received, room, self.request.sampling, self.decode)
         return None if finish is None else replace(SEAM, finish=finish, spent_s=self.spent_s)
 
     def _stops_over_the_seam(self) -> bool:
         """Whether a stop text ends with the newest token. The engine cannot see it if it began at another engine."""
         stop = self.request.sampling.stop
+        # Decoding costs more than the rest of this function; beyond the reach of a stop text the engine itself has
+        # seen all of it.
         near = self._seam > 0 and len(self.received) - self._seam < _reach(stop)
         return near and _says(self.received, stop, self.decode)
 

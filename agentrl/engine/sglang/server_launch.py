@@ -56,6 +56,8 @@ def find_build(python: str | Path | None = None) -> Build:
         )
     version = versions["sglang"]
     if not version.startswith(TESTED):
+        # A warning, where vLLM's other versions are refused: nothing of ours runs inside SGLang that could break with
+        # a new version, and `server_facts.require` asks for what training needs.
         warnings.warn(f"{candidate} has SGLang {version}; its protocol was tried with {TESTED}x", stacklevel=2)
     return Build(python=Path(str(candidate)), version=version)
 
@@ -163,6 +165,8 @@ async def _serves(client: EngineClient, stranger: EngineClient) -> bool:
     """Whether the server is up. It has no proof of who it is: one that refuses who has no key, and knows ours, is ours.
     Raises RunFailed for another one."""
     try:
+        # SGLang has no challenge to answer as our guard has. So two questions identify it: without a key it refuses,
+        # with ours it does not. Another server that took the port first would fail one of them.
         if not await _refuses(stranger) or await _refuses(client):
             raise RunFailed(f"another server answers at {client.url}: start the run again, on another port")
         return not await client.dialect.paused(client, deadline_s=_ASK_S)  # while it warms up, too

@@ -43,10 +43,12 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
     if request.ignore_eos:
         params["ignore_eos"] = True
     body: dict[str, Json] = {
+        # An abort of `turn-1` would end `turn-12` as well: SGLang compares beginnings.
         "rid": request.request_id + RID_END,
         "input_ids": list(request.token_ids),
         "sampling_params": params,
         "return_logprob": True,
+        # -1 leaves the prompt out; scoring it would compute logits for every token of the context.
         "logprob_start_len": -1,
         "stream": True,
     }
@@ -55,6 +57,7 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
     if request.experts_from is not None:
         raise ConfigError("engine.routed_experts", True, "SGLang's answer does not say their shape: leave it out")
     if request.kept:
+        # A longer set does not come whole, and the learner would divide by too little mass.
         if not 0 < sampling.top_k <= _MOST_KEPT:
             hint = f"SGLang returns the set that a token is drawn from for 1 to {_MOST_KEPT}: give rollout.top_k"
             raise ConfigError("rollout.top_k", sampling.top_k, hint)
@@ -108,6 +111,8 @@ class SGLangParser(ChunkParser):
         reason: dict[str, Any] = meta["finish_reason"] or {}
         if reason.get("type") == "abort" and reason.get("status_code") is not None:
             raise _failure(str(reason.get("message")), reason["status_code"])
+        # By the server's count, and not by the length of the list: whether an event repeats all tokens or has the new
+        # ones alone is a flag of the server, and both kinds of lists are read by `_new`.
         new = meta["completion_tokens"] - self.received
         tokens = self._new(document["output_ids"], new)
         entries = self._new(meta.get("output_token_logprobs") or [], new)
@@ -118,6 +123,8 @@ class SGLangParser(ChunkParser):
         if (sets := meta.get("output_token_sampling_mask")) is not None:
             choice["sampling_mask"] = self._new(sets, new)
             logprobs = self._new(meta["output_token_sampling_logprobs"], new)  # under what was left after the cut
+        # From here on all is vLLM's shape, so that every check of a token, a log-prob and a version is written once,
+        # in `ChunkParser`.
         choice["logprobs"] = {"content": [{"logprob": logprob} for logprob in logprobs]}
         choice["weight_versions"] = meta.get("weight_versions") or self._provisional(meta, new)
         return choice

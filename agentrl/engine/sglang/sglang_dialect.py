@@ -30,6 +30,7 @@ _ALREADY_LOADED: Final = ("already exists", "already loaded")
 """SGLang's words for an adapter that it has; its answer has no code for it."""
 
 METRICS = {
+    # No counter of preemptions is among them: `Aimd` then goes by the queue and the cache.
     "sglang:num_running_reqs": "vllm:num_requests_running",
     "sglang:num_queue_reqs": "vllm:num_requests_waiting",
     "sglang:token_usage": "vllm:kv_cache_usage_perc",
@@ -83,8 +84,11 @@ class SGLangDialect(EngineDialect):
         await engine.call("POST", "/continue_generation", json={}, deadline_s=deadline_s)
 
     async def take_weights(self, engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
+        # Before the pause: links on a slow disk are no reason for the engine to stand still.
         folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
         started = trio.current_time()
+        # If this process dies after this call, the engine stays paused: it samples nothing, which is safe, and the
+        # next push begins with a pause that changes nothing and ends with the continuation.
         await engine.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
         body: dict[str, Json] = {
             "model_path": str(folder),
@@ -130,6 +134,8 @@ def folder_of(files: Sequence[str]) -> Path:
                 link.unlink()
         for link, path in links.items():
             with suppress(FileExistsError):  # another engine takes the same weights just now
+                # A hard link, since it costs nothing and survives the learner's tidying of the file while the server
+                # reads it; a symbolic link would end in nothing then.
                 os.link(path, link)
         return folder
     except OSError as error:

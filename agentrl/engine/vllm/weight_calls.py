@@ -26,8 +26,11 @@ async def take_weights(engine: EngineCalls, update: WeightUpdate, *, deadline_s:
     """Have an engine load new weights; see `EngineDialect.take_weights`."""
     infos, clear_cache = update.files, update.clear_cache
     init: dict[str, Json] = {} if update.keep_base is None else {"keep_base": update.keep_base}
+    # With every push, also where it was done before: an engine that was restarted has forgotten it, and asking would
+    # cost the same call.
     answer = await engine.call("POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s)
     ahead = bool(parse_json(answer).get("reads_ahead"))
+    # A sleeping engine has no memory for a second copy, and no generation that a pause could disturb.
     if update.stage and not update.asleep:
         second = update.second and len(infos) == 1
         if await _stage(engine, infos[0], second, deadline_s):
@@ -44,6 +47,7 @@ async def _stage(engine: EngineCalls, info: Mapping[str, Json], second: bool, de
         await _workers(engine, "agentrl_stage", json.dumps(dict(info)), second, deadline_s, deadline_s=deadline_s)
     except (EngineTimeout, EngineUnavailable):
         raise
+    # Without our plugin there is no such method. The long way loads the same file.
     except EngineError:
         return False
     while True:
@@ -92,6 +96,9 @@ async def _load(
         try:
             await call("/start_weight_update")
         except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
+            # Without a version: what lies half-loaded in the layers gets no name, and the update that follows
+            # replaces all of it. `test_an_update_whose_trainer_died_half_way_is_mended_by_the_next` kills a trainer
+            # here.
             await call("/finish_weight_update", {})
             await call("/start_weight_update")
         for info in infos:
@@ -104,6 +111,8 @@ async def _load(
         await sleep.wake(engine, "weights", deadline_s=deadline_s)
         await update()
         await call("/finish_weight_update", finish)
+        # Last: with room for keys and values the engine goes on by itself, and it must have the new weights and their
+        # version by then.
         await sleep.wake(engine, "kv_cache", deadline_s=deadline_s)
         return trio.current_time() - started
     if ahead:

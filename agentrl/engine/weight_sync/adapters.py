@@ -70,12 +70,16 @@ class AdapterClient(EngineClient):
         """See `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
         waits to be refit, or was left behind by several versions."""
         is_past_self = request.version is not None
+        # Once, at the turn's start: a request keeps its adapter, so all tokens of an attempt have one version however
+        # long they take.
         version = request.version if is_past_self else await self._current()
         if version:  # 0 has the weights below
             request = replace(request, model=adapter_name(version, request.policy, kept=is_past_self))
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
+                    # The server's own stamps are those of the base weights, which stay at one version for the whole
+                    # run.
                     yield chunk if version is None else _stamped(chunk, version)
         except EngineError as error:
             # The engine lost the adapter, by a restart say; another replica may have it. A refusal fails the episode.
@@ -95,6 +99,8 @@ class AdapterClient(EngineClient):
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
         versions = await loaded(self, deadline_s=deadline_s)
+        # An engine that restarted has no adapter, and answers with the version below: the router then holds it for
+        # stale until it has been refitted (`test_an_engine_that_lost_its_adapter_is_stale_until_it_has_it_again`).
         return max(versions) if versions else await super().served_version(deadline_s=deadline_s)
 
 
@@ -116,6 +122,8 @@ async def load(
     if not await trio.Path(folder).is_dir():
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
     roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
+    # None, the adapter of the policy itself, comes last: `loaded` takes its name for the sign that the version is
+    # whole.
     places = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
     digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in places.items()}
 
@@ -197,6 +205,8 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
         places = await _places(engine, deadline_s)
         version_of = {name: version for name in places for version in versions_in([name])}
         old = frozenset(version_of.values()) - frozenset(keep)
+        # Unloading an adapter under a running request would fail the request, or compute the rest of it with the
+        # weights below.
         busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
         remaining.update(old & busy)
         for name in sorted(name for name, version in version_of.items() if version in old - busy):
@@ -237,6 +247,8 @@ async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that running or waiting requests of an engine use, at its last look."""
     names = await engine.dialect.adapters_in_use(engine, deadline_s=deadline_s)
+    # Roles' adapters are counted as their version: a version is retired as a whole, when no role's turn uses it any
+    # more.
     return versions_in(re.findall(rf"{POLICY}-\d+", names))
 
 
@@ -296,4 +308,6 @@ class AdapterTransport(WeightTransport):
         try:
             return await retire(engines, keep=versions, deadline_s=self._settings.admin_deadline_s)
         except EngineError:
+            # Not known is not "none": the caller then removes no folder. An engine that is away for a moment may come
+            # back and read the folder of a running turn's adapter.
             return frozenset({-1})

@@ -57,6 +57,8 @@ _BEYOND = 12.0  # times the noise: so far the learner must have moved, for half 
 
 def probe_tokens(vocab: int, length: int = 128, seed: int = 0) -> tuple[int, ...]:
     """The fixed probe of a model: `length` token ids, the same in every process."""
+    # Random tokens, and no text: no tokenizer is needed, and random contexts use the whole embedding, of which a
+    # sentence would touch a hundred rows.
     rng = random.Random(f"agentrl canary {vocab} {seed}")
     return tuple(rng.randrange(vocab) for _ in range(length))
 
@@ -82,6 +84,7 @@ class Canary:
 
     def write(self, path: Path) -> None:
         """Keep it in a file, which is whole or not there."""
+        # A supervisor may read it at any moment, to fit an engine that was started again.
         draft = path.with_name(f"{path.name}.draft")
         draft.write_text(json.dumps(asdict(self)))
         draft.rename(path)
@@ -140,9 +143,12 @@ class CanaryResult:
         noise = max(noise, _FLOOR[canary.dtype])
         way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
         length = math.hypot(*way)
+        # Written so that a NaN says "too short": it is the probe's own bound that reports a NaN.
         if not length > _BEYOND * noise:
             return None
         gone = (now - then for now, then in zip(logprobs, self.logprobs, strict=True))
+        # The projection on the learner's way, as a share of it. A length alone would call an engine that went
+        # somewhere else a follower.
         return sum(a * b for a, b in zip(way, gone, strict=True)) / length**2
 
 
@@ -169,6 +175,8 @@ async def _scored(
     try:
         logprobs = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
     except EngineError as error:
+        # Words, since vLLM's answer has no other field for it. Without them an engine full of NaN would count as one
+        # that is merely away.
         if "not JSON compliant" not in error.reason:
             raise
         logprobs = (math.nan,)
@@ -281,6 +289,8 @@ async def _layers(engine: EngineClient, canary: Canary, update_info: dict[str, J
     """The fault of the file that was sent, else the layers that the engine did not take, in words."""
     if update_info is None:
         return "which layers were not taken is not known"
+    # The file first: a fault of the learner's export would otherwise be reported as that of every engine that took it
+    # faithfully.
     if wrong := await trio.to_thread.run_sync(_wrong_in_file, canary, Path(str(update_info["path"]))):
         return f"the file that was sent is wrong: {_few(wrong)}"
     try:

@@ -21,6 +21,7 @@ from agentrl.errors import ConfigError
 
 
 class DeltaTransport(FileTransport):
+    # The delta lies beside the new weight file. The run counts both when it checks that scratch has the room.
     files = 2
     serves_role_models = False
     deltas = True
@@ -49,6 +50,8 @@ class DeltaTransport(FileTransport):
                 yield
             finally:
                 self._delta = None
+                # After the delivery, and not with the version: an engine that missed it gets the whole file, since
+                # the digest of its own weights is not the delta's base.
                 path.unlink(missing_ok=True)
 
     async def deliver(self, engines: Sequence[EngineClient], parcel: Parcel, base: Parcel | None) -> PushReport:

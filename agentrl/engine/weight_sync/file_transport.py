@@ -73,6 +73,8 @@ async def push(
 
     async def update_one(client: EngineClient) -> float:
         paused = await client.dialect.take_weights(client, update, deadline_s=deadline_s)
+        # An answer of 200 to `finish` is the server's word. The version comes from another call, and catches a server
+        # that restarted in between and answers for the weights it began with.
         served = await client.served_version(deadline_s=deadline_s)
         if served != version:
             raise WeightSyncError(f"it serves version {served} after the update")
@@ -84,6 +86,8 @@ async def push(
         try:
             with trio.fail_after(deadline_s):
                 pauses.append(await update_one(client))
+        # The calls under way are abandoned, and the engine may yet finish the update. Whoever asks next sees its
+        # version: pushing again is safe, and so is finding it there already.
         except trio.TooSlowError:
             unseen.append(False)
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
@@ -100,6 +104,8 @@ async def push(
         for engine in engines:
             nursery.start_soon(push_to, engine)
     if failures:
+        # Only if all engines fail for this reason is it the run's set-up: that is worth ending a run for at its
+        # start, with the setting to change.
         raise (FilesUnseen if all(unseen) else WeightSyncError)("; ".join(sorted(failures)))
     total = trio.current_time() - started
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
@@ -163,6 +169,8 @@ class FileTransport(WeightTransport):
 
     @asynccontextmanager
     async def offer(self, parcel: Parcel, base: Parcel | None) -> AsyncGenerator[None]:
+        # Again with the same parcel if no engine took it: the object is in the store already then, and uploading it
+        # again would take as long as the first time.
         if self._outbox is not None and (self._stored is None or self._stored[0] != parcel.version):
             sent = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
             self._stored = (parcel.version, sent)
@@ -193,6 +201,8 @@ class FileTransport(WeightTransport):
 
     def missed(self, *, by_all: bool) -> None:
         if self._outbox is not None:
+            # An engine that missed a version has no base for the next delta. It could follow the deltas back, but
+            # only while all objects are there and it can read them, which is exactly what failed.
             self._outbox.whole_next()
             self._stored = None if by_all else self._stored
 

@@ -23,6 +23,8 @@ from agentrl.engine.weight_sync.weight_file import Bytes
 
 TRANSPOSED = " transposed"
 
+# Every row counts in each column, and an optimizer changes nearly all entries of a matrix at once: a few columns see
+# any step. All columns would make a sync read the whole model once more.
 _COLUMNS = 8
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -35,6 +37,8 @@ def columns(width: int) -> list[int]:
 
 def of(values: NDArray[Any]) -> str:
     """Fingerprint a vector, or a matrix's columns [rows, columns]."""
+    # -0.0 + 0.0 is 0.0: a column that was read through a one-hot product has lost the sign, and the file has it
+    # (`test_a_zero_that_lost_its_sign_in_an_engine_is_the_same`).
     contiguous = np.ascontiguousarray(values, dtype=np.float32) + 0.0  # what was computed has lost the sign of a zero
     return hashlib.blake2b(str(contiguous.shape).encode() + contiguous.tobytes(), digest_size=8).hexdigest()
 
@@ -48,6 +52,7 @@ def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
         elif tensor.dim() == 2:
             chosen = columns(tensor.shape[1])
             fingerprints[name] = of(tensor[:, chosen].float().cpu().numpy())
+            # Only a square matrix can be loaded transposed without an error: any other shape is refused at once.
             if tensor.shape[0] == tensor.shape[1]:
                 fingerprints[f"{name}{TRANSPOSED}"] = of(tensor[chosen].T.float().cpu().numpy())
     return fingerprints
@@ -72,6 +77,8 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype != "bfloat16":
         return values.astype(dtype)
     bits = values.astype(np.float32).view(np.uint32)
+    # numpy has no bfloat16. Rounding to nearest, ties to even, is torch's rule, and one bit of difference would be
+    # another fingerprint.
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 

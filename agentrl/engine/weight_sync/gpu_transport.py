@@ -71,6 +71,8 @@ class Transfer:
         try:
             await self._join(engines, snapshot, version, deadline_s)
             pause_s = await self._send(engines, snapshot, version, deadline_s, clear_cache)
+        # Cancellation too: a sender's thread that nobody waits for would hold the communicator, and the next step's
+        # copy waits for it.
         except BaseException:
             await self._leave()
             raise
@@ -83,6 +85,8 @@ class Transfer:
     ) -> None:
         urls = tuple(engine.url for engine in engines)
         served = await _each(engines, version, lambda engine: engine.served_version(deadline_s=deadline_s))
+        # A channel is a group of ranks: an engine that died and came back is none of them any more, and a broadcast
+        # would wait for it until the deadline. That it serves the last version shows that it never left.
         if self._channel is not None and urls == self._urls and set(served.values()) == {self._version}:
             return
         await self._leave()
@@ -148,6 +152,8 @@ class _Calls:
         self._scope.deadline = trio.current_time() + self._deadline_s
         try:
             with self._scope:
+                # NCCL cannot be cancelled: the thread is left behind, and `_leave` aborts the communicator under it,
+                # which ends its call.
                 return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
         except WeightSyncError as error:
             raise self._refusal or error from None
@@ -181,11 +187,15 @@ class _Calls:
                 await self.post(path, body, first_ends=True)
             except EngineError as error:
                 self._refusal = self._refusal or error
+                # The sender is blocked in a broadcast and waits for the one that just refused. Nothing would ever
+                # wake it.
                 self._scope.cancel()
                 raise
 
         if self._over:
             raise WeightSyncError("this update was abandoned")
+        # The token is kept from the start, since the sender calls from threads of its own making, which trio does not
+        # know.
         trio.from_thread.run(call, trio_token=self._token)
 
     # --- vLLM's VLLMWeightSyncClient
@@ -194,6 +204,8 @@ class _Calls:
         """Every engine's workers follow those of the engines before it."""
         offsets: dict[str, int] = {}
         ahead = init_info.get("rank_offset", 0)
+        # Ranks in one NCCL group are one after the other: the learner has 0, each engine begins where the one before
+        # it ends.
         for url, workers in self._workers.items():
             offsets[url] = ahead
             ahead += workers
@@ -245,6 +257,8 @@ async def _each(
 
 async def _release(engine: EngineClient, deadline_s: float) -> None:
     """Have an engine forget a sender before this one, and the update that it left open."""
+    # Of a learner that died in the midst: the engine still waits for the rest of its broadcast, and refuses a second
+    # sender.
     for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
         with suppress(EngineUnavailable):  # there is none
             await engine.call("POST", path, json={}, deadline_s=deadline_s)
@@ -263,6 +277,8 @@ def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:
     handles = info.pop("ipc_handles", None)
     info.pop("ipc_handles_pickled", None)
     if handles is not None:
+        # Pickled only towards the engine. The danger lies in its unpickling, and it has to be started with a flag
+        # that says so.
         info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
     return info
 

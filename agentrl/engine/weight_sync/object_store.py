@@ -33,6 +33,8 @@ from agentrl.engine.weight_sync import weight_file
 from agentrl.engine.weight_sync.weight_file import Bytes
 from agentrl.errors import WeightSyncError
 
+# An engine that starts should not read further back. `Outbox` begins anew at half of it, so that the bound is never
+# met in order.
 _LONGEST = 100  # deltas that an engine applies one after the other
 _PLAIN = re.compile(r"\w[\w.-]{0,200}", re.ASCII)  # a name in the folder: an entry leads nowhere else
 _OF_VERSION = re.compile(r"(\d{8,})\.(json|full|delta)")
@@ -77,6 +79,7 @@ class ObjectFolder:
 
     def names(self) -> list[str]:
         def names(fs: Any, root: str) -> list[str]:
+            # fsspec remembers listings, and other processes write here.
             fs.invalidate_cache()
             paths = cast("list[str]", fs.ls(root, detail=False) if fs.exists(root) else [])
             return [path.rstrip("/").rpartition("/")[2] for path in paths]
@@ -99,6 +102,8 @@ class ObjectFolder:
         try:
             record = cast("dict[str, Any]", json.loads(data))
             entry = WeightEntry(**{field.name: record[field.name] for field in fields(WeightEntry)})
+            # Whoever may write an entry may not make an engine read `../../secrets`: an entry leads nowhere but into
+            # its own folder.
             if not all(_PLAIN.fullmatch(name) for name in (entry.object, entry.base or entry.object)):
                 raise ValueError("it names an object outside of its folder")
             return entry
@@ -107,6 +112,8 @@ class ObjectFolder:
 
     def put(self, stem: str, entry: WeightEntry, data: Path) -> str:
         """Write an object, then its entry; returns the URL of the entry."""
+        # The object before the entry: a reader that sees the entry finds the object whole. A learner that dies in
+        # between leaves an object without an entry, which `tidy` removes.
         self.write(entry.object, data)
         self.write(f"{stem}.json", json.dumps(asdict(entry)).encode())
         return f"{self.url}/{stem}.json"
@@ -120,6 +127,8 @@ class ObjectFolder:
         its entry."""
         data = weight_file.open_bytes(path)
         sha256 = weight_file.digest(data)
+        # Named by its content, so that several runs that start from one model share the upload, and nothing of theirs
+        # is taken for a version.
         stem = f"whole-{sha256[:32]}"
         if f"{stem}.json" in self.names():
             return f"{self.url}/{stem}.json"
@@ -145,6 +154,8 @@ class ObjectFolder:
             except BaseException as error:
                 answers.put((None, error))
 
+        # A thread for each call, and no pool: one that hangs is lost, and would take a worker of the pool with it
+        # each time. Daemonic, so that a process can end without the store.
         threading.Thread(target=run, name="object-store", daemon=True).start()
         try:
             answer, error = answers.get(timeout=self._deadline_s)
@@ -171,6 +182,8 @@ def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadl
     while entry.base is not None and len(changes) < _LONGEST:
         changes.append(entry)
         entry = folder.entry(entry.base)
+        # Compared by digest and not by number: what counts is that these bytes are the ones that the delta was made
+        # against.
         if base is not None and entry.sha256 == base[0]:
             break
     if base is not None and entry.sha256 == base[0]:
@@ -181,6 +194,7 @@ def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadl
         raise WeightSyncError(f"{url} is more than {_LONGEST} deltas away from a whole file")
     for change in reversed(changes):
         data = weight_file.patched(data, io.BytesIO(folder.object_of(change)), f"{folder_url}/{change.object}")
+    # The whole result, and not each step: a chain of right deltas over a wrong base ends here too.
     if last != sha256 or weight_file.digest(data) != sha256:
         raise WeightSyncError(f"{url} does not make the weights {sha256[:12]}… that were announced")
     return data
@@ -212,6 +226,7 @@ class Outbox:
             delta = path.with_suffix(".delta")
             old, new = weight_file.open_bytes(self._last[1]), weight_file.open_bytes(path)
             change = weight_file.write_delta(old, new, delta, width=weight_file.width(new))
+            # As in a backup with increments: a reader reads at most one whole file and deltas of the same size.
             if self._grown + change < size:
                 draft, base = delta, self._last[0]
         try:
@@ -238,6 +253,8 @@ class Outbox:
             name: str | None = f"{version:08d}.json"
             while name is not None and name not in needed:
                 needed.add(name)
+                # Only entries of this process are known, which is enough: a learner that starts again begins with a
+                # whole file.
                 name = self._bases.get(name)
         stems = {name.removesuffix(".json") for name in needed}
         self._bases = {name: base for name, base in self._bases.items() if name in needed}

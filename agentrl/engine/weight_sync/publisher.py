@@ -85,6 +85,7 @@ class WeightPublisher:
         samples from other weights."""
         started, warned = trio.current_time(), ""
         while True:
+            # At each attempt anew: the engines that died may come back at other addresses.
             current_urls = await trio.to_thread.run_sync(urls) if callable(urls) else urls
             engines = [self._client(url, parcel.version) for url in current_urls]
             delivery = _Delivery(held=held)
@@ -115,8 +116,11 @@ class WeightPublisher:
         if isinstance(parcel, Parcel):
             self._sent.append(parcel)
             if parcel.canary is not None:
+                # After the proof: whoever fits an engine with this file later asks it the same questions, with
+                # numbers that were right once.
                 parcel.canary.write(canary.beside(parcel.path))
         costs = delivery.rows.values()
+        # The worst engine's, since the fleet is as fast as its slowest and as right as its worst.
         worst = {name: max(row[name] for row in costs) for name in next(iter(costs))}
         return {"sync_s": trio.current_time() - started, "engines_behind": len(delivery.failures), **worst}
 
@@ -140,6 +144,8 @@ class WeightPublisher:
             loaded_urls = [url for url in urls if self._took.get(url) == needed[-1].version]
             in_use = await self._retire(loaded_urls, needed)
             older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
+            # -1 stands for an engine that did not answer, and a version from before this process for a folder that it
+            # has no parcel of.
             if len(older) < len(in_use):
                 return  # a version in use has a folder that is not known here: remove nothing for now
             needed = older + needed
@@ -180,6 +186,8 @@ class WeightPublisher:
             follows = base is not None and self._took.get(engine.url) == base.version
             try:
                 async with self._alone_with(engine, delivery.held):
+                    # An engine that missed the version before is perhaps dead. A short question first spares the
+                    # whole deadline of a push, for which all others would wait.
                     if base is not None and not follows:
                         await engine.served_version(deadline_s=_ASK_S)
                     report = await self._transport.deliver([engine], parcel, base if follows else None)
@@ -193,6 +201,7 @@ class WeightPublisher:
         async with self._transport.offer(parcel, base), trio.open_nursery() as nursery:
             for engine in engines:
                 nursery.start_soon(one, engine)
+        # After all deliveries have ended: to cancel the others in the midst would leave engines paused.
         if mismatches:
             raise mismatches[0]
 
@@ -202,6 +211,8 @@ class WeightPublisher:
         answering = [engine for engine in engines if engine.url in served]
         report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
         try:
+            # A retry may come after the bytes arrived and only the canary's answer was lost: then nothing is sent
+            # again.
             if set(served.values()) - {parcel.version}:
                 async with self._transport.offer(parcel, None):
                     report = await self._transport.deliver(answering, parcel, None)

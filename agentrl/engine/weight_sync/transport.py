@@ -29,6 +29,7 @@ from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.records import Json
 
 
+# Protocols, and no imports of the learner's classes: this package must not load torch.
 class WeightsInMemory(Protocol):
     """Weights in the learner's memory: `agentrl.learner.weight_export.WeightSnapshot`."""
 

@@ -28,6 +28,8 @@ METHOD = "agentrl_receive"
 
 _PREFIX = "agentrl-inbox-"
 _NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
+# In base64 and JSON it is 11 MiB, within the 32 MiB of a signed body (`auth`), and few enough pieces for an adapter
+# of a gigabyte.
 _PIECE = 8 << 20
 _MOST = 16 << 30  # bytes of a file
 _FOLDERS = 256  # that an engine has at once
@@ -42,6 +44,7 @@ def messages(folder: Path, name: str) -> Generator[str]:
         digest = hashlib.sha256()
         with path.open("rb") as file:
             start = 0
+            # An empty file is sent as well: it has a digest in the last message.
             while (data := file.read(_PIECE)) or start == 0:
                 digest.update(data)
                 piece = {"file": path.name, "start": start, "data": base64.b64encode(data).decode()}
@@ -104,6 +107,8 @@ class Inbox:
 
     def _taken(self, root: int, message: dict[str, Any]) -> dict[str, Any]:
         name = _checked(message["folder"])
+        # With the process's number, since the workers of one host write the same folder at once, and two writers of
+        # one draft would tear each other's files.
         draft = _draft(name)
         if message.get("drop"):
             if name in self._mine:
@@ -111,6 +116,8 @@ class Inbox:
             return {}
         if "file" in message:
             file, start, data = _checked(message["file"]), int(message["start"]), str(message["data"])
+            # Only folders that came through this inbox are ever removed, so a client that never unloads could fill
+            # the disk.
             if name not in self._mine and len(self._mine) >= _FOLDERS:
                 raise ValueError(f"this engine has {_FOLDERS} folders already: unload adapters first")
             self._mine.add(name)
@@ -147,6 +154,8 @@ def _write(folder: int, name: str, start: int, text: str) -> None:
     data = base64.b64decode(text, validate=True)
     if not 0 <= start <= _MOST - len(data):
         raise ValueError(f"a file ends at {_MOST} bytes")
+    # Created by the first piece alone: a later piece without it is a lost message, and fails here instead of making a
+    # file with a hole.
     new = 0 if start else os.O_CREAT | os.O_TRUNC
     with os.fdopen(os.open(name, os.O_WRONLY | _FILE | new, 0o600, dir_fd=folder), "wb") as file:
         file.seek(start)

@@ -53,6 +53,8 @@ class TensorPlace:
 def open_bytes(path: Path) -> Bytes:
     """A read-only view of a file's bytes. Raises WeightSyncError if it cannot be read or is empty."""
     try:
+        # Mapped: digest, delta and upload each read once through it, and no second copy of the weights lies in the
+        # learner's memory.
         return cast("Bytes", np.memmap(path, dtype=np.uint8, mode="r"))
     except (OSError, ValueError) as error:
         raise WeightSyncError(f"cannot read weight file {str(path)!r}: {error}") from error
@@ -80,6 +82,8 @@ def parts(folder: Path) -> list[Path]:
 
 def width(data: Bytes) -> int:
     """Bytes of an element, as most of a weight file's elements have it. Raises WeightSyncError for a malformed file."""
+    # By the largest tensor, not by a count of tensors: norms are many and small, and may be float32 beside bfloat16
+    # matrices.
     largest = max(places(data), key=lambda place: place.numel)
     return (largest.end - largest.start) // largest.numel
 
@@ -93,6 +97,7 @@ def places(data: Bytes) -> Iterator[TensorPlace]:
     """The tensors of a safetensors file in the order of their bytes. Raises WeightSyncError for a malformed header."""
     try:
         (size,) = struct.unpack("<Q", data[:8].tobytes())
+        # Before it is used to slice: a torn file has any number there.
         if size > min(_MAX_HEADER, len(data) - 8):
             raise ValueError(f"header of {size} bytes in a file of {len(data)}")
         header = cast("dict[str, Any]", json.loads(data[8 : 8 + size].tobytes()))
@@ -121,6 +126,7 @@ def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
     zstandard = _zstandard()
     if len(base) != len(new):
         raise WeightSyncError(f"a delta needs two files of one layout, not {len(base)} and {len(new)} bytes")
+    # In the same folder, since a rename over the border of a file system is a copy, and a copy can be seen half done.
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     chunk = _CHUNK // width * width
     try:

@@ -56,6 +56,7 @@ def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None
     """Get a lock, without trio; `waits` is called again and again meanwhile. Raises WeightSyncError if somebody else
     holds it for `deadline_s`."""
     file, deadline = _open(folder, name), time.monotonic() + deadline_s
+    # Polling: `flock` can wait, but without a deadline and on a thread that nothing could call back.
     while not _taken(file.fileno()):
         if time.monotonic() > deadline:
             file.close()
@@ -80,11 +81,15 @@ async def exclusive(folder: Path, url: str, *, deadline_s: float) -> AsyncGenera
 
 
 def _open(folder: Path, name: str) -> IO[str]:
+    # Hashed, since a URL has slashes and a socket's path may be longer than a file name. Never removed: whoever waits
+    # on an unlinked file would hold another lock than the next one that comes.
     return (folder / hashlib.sha256(name.encode()).hexdigest()[:16]).open("a")
 
 
 def _taken(descriptor: int) -> bool:
     try:
+        # `flock`, and not a file with a pid: the kernel lets it go with its holder, however that ends, and there is
+        # no stale lock to judge (`test_a_killed_process_lets_go`).
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

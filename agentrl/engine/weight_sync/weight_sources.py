@@ -47,6 +47,7 @@ class Sources:
         try:
             with self.open(path) as file:
                 data = weight_file.mapped(file) if base is None else weight_file.patched(base, file, path)
+            # Digest and load read the same mapped file: a name that is pointed elsewhere in between changes nothing.
             if (digest := weight_file.digest(data)) != sha256:
                 raise WeightSyncError(f"what it makes has SHA-256 {digest[:12]}…, expected {sha256[:12]}…")
             return data
@@ -57,6 +58,7 @@ class Sources:
 
     def fetch(self, url: str, sha256: str, base: tuple[str, Bytes] | None, deadline_s: float) -> Bytes:
         """Fetch weights from a URL below those of this engine; see `object_store.fetch`. Raises WeightSyncError."""
+        # A store has no symbolic links to follow, but some file systems of fsspec resolve `..`.
         if ".." in url.split("/") or not any(url.startswith(f"{root}/") for root in self._urls):
             raise WeightSyncError(self._refusal(f"weights at {url!r}", "one"))
         return object_store.fetch(url, sha256, base=base, deadline_s=deadline_s)
@@ -85,6 +87,8 @@ class Sources:
 
     def _descriptor(self, path: str) -> int:
         """Open the file at a path below one of the folders."""
+        # `..`, doubled slashes and the like are refused and not resolved: to normalise a path first and to open
+        # another spelling of it is how such checks are passed by.
         if "\0" in path or os.path.normpath(path) != path:
             raise ValueError("the path is not in its plain form")
         relative, start = next(
@@ -93,6 +97,8 @@ class Sources:
         )
         if relative is None or start is None:
             raise ValueError("it lies below no folder of this engine's")
+        # Part by part from a descriptor, with O_NOFOLLOW at each: checking a path by `realpath` and opening it
+        # afterwards leaves a moment in which a part can become a link.
         descriptor = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         for number, part in enumerate(relative.parts, 1):
             flags = 0 if number == len(relative.parts) else os.O_DIRECTORY
@@ -110,6 +116,8 @@ def _below(path: str, root: Path) -> bool:
 
 def _open_in(folder: int, name: str, flags: int) -> int:
     """Open a file or folder in a folder without following a link; not that of a stranger where everybody may write."""
+    # O_NONBLOCK, since opening a FIFO that a stranger laid there would block a thread of the engine for ever. The
+    # descriptor's own owner is checked, and not the name's.
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(name, flags, dir_fd=folder)
     if os.fstat(folder).st_mode & stat.S_IWOTH and os.fstat(descriptor).st_uid != os.geteuid():

@@ -29,6 +29,8 @@ INBOX_VARIABLE = "AGENTRL_VLLM_INBOX"
 
 def register() -> None:
     """Add everything to this process. Safe to call again."""
+    # Imported here, and not above: vLLM calls `register` in its front end too, where torch must not be loaded for it,
+    # and the client of this project reads the constants above without vLLM.
     from agentrl.engine.vllm.plugin import (
         file_transfer,
         read_weights,
@@ -38,6 +40,7 @@ def register() -> None:
         version_stamps,
     )
 
+    # First: whatever fails below, no process of a dead server stays behind with a GPU.
     _die_with_parent()
     read_weights.decide()
     read_weights.install()
@@ -61,6 +64,8 @@ def _die_with_parent() -> None:
     import signal
 
     pr_set_pdeathsig = 1
+    # The kernel's promise, and not a thread that polls: a worker that hangs inside a collective runs no Python, and
+    # would hold its GPU for ever.
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()  # None for a program that vLLM started otherwise
     if os.getppid() == 1 if parent is None else os.getppid() != parent.pid:  # it died before this call

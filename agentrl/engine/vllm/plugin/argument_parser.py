@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from agentrl.engine.vllm.plugin.server import SERVER
 
 
+# A BaseException: code around the parser may handle Exception, and must not swallow this.
 class _Found(BaseException):
     """The server has come to read its arguments."""
 
@@ -35,6 +36,8 @@ def server_parser() -> Any:
     def caught(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise _Found(self)
 
+    # The parser is made inside the server's `__main__`, by functions whose names change from version to version. That
+    # it calls `parse_args` does not change, so it is caught there.
     read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, caught  # type: ignore[assignment]
     try:
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
@@ -58,6 +61,8 @@ def wrong(parser: Any, base: list[str], given: dict[str, list[str]], reserved: d
                 return {"key": key, "says": reserved[name[2:]], "near": []}
         if refusal := _refusal(parser, ["--model", "m", *words]):
             return {"key": key, "says": refusal, "near": []}
+    # Each argument alone may be fine, and the configuration of all refused. Then one is left out at a time: the one
+    # without which it works is named.
     if refusal := _refusal(parser, [*base, *_all(given)], configure=True):
         for key in given:
             rest = {name: words for name, words in given.items() if name != key}

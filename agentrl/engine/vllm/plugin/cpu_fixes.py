@@ -40,6 +40,8 @@ def install() -> None:
     # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
     torch.cpu._init_amx()
     shrink, add_logits = lora_ops.bgmv_shrink, punica_cpu.PunicaWrapperCPU.add_lora_logits
+    # vLLM loads plugins more than once in a process; a wrapper around a wrapper would still work, and hide that it
+    # does.
     if hasattr(shrink, "__wrapped__"):
         return
 
@@ -47,6 +49,8 @@ def install() -> None:
     def mended_shrink(inputs, weights, output, indices, scaling=1.0):
         shrink(inputs, weights, output, indices, scaling)
         if enabled:
+            # -1 is vLLM's mark for "no adapter", and an index from the end to torch: the result is that of the last
+            # slot's adapter, and must add nothing.
             output[indices < 0] = 0
 
     @functools.wraps(add_logits)
@@ -74,6 +78,7 @@ def ready_for_update(model: Any) -> None:
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
+            # vLLM packs experts when it makes their kernel, and makes one only where there is none yet.
             method.moe_kernel = None
 
 
@@ -86,6 +91,8 @@ def after_update(model: Any) -> None:
         weight = getattr(module, "weight", None)
         if weight is None or not hasattr(weight, "data_ptr") or weight.numel() == 0:
             continue
+        # By address: tied layers are two modules over one tensor, and loading names the first of them alone.
+        # `test_the_canary_sees_a_tied_output_layer_left_behind` switches this off, and the canary has to see it.
         if owners.setdefault(weight.data_ptr(), module) is not module and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
 

@@ -24,6 +24,7 @@ from agentrl.engine.vllm.plugin import BACKEND, cpu_fixes, read_weights
 from agentrl.engine.weight_sync import object_store, weight_file
 from agentrl.errors import WeightSyncError
 
+# Below vLLM's own logger, so that its level and its handlers hold for these lines too.
 logger = logging.getLogger("vllm.agentrl")
 
 _DTYPES = {
@@ -91,6 +92,8 @@ class Base:
             return None
         import numpy as np
 
+        # In host memory, the size of the weights once more: the price of deltas, which only a trainer that sends them
+        # asks for.
         return np.array(data) if isinstance(data, np.memmap) else data
 
     def now(self, update: Update, kept: weight_file.Bytes | None) -> None:
@@ -131,11 +134,14 @@ class Stage:
 
     def begin(self, update: Update, *, second: bool = False, keep_s: float = 600.0) -> None:
         """Start making `update` ready; returns at once. Asking again for the same one changes nothing."""
+        # A pusher repeats the call after a lost answer; to begin anew would throw away seconds of reading.
         if self._update == update and self._error is None:
             return
         self.drop()
         self._update, self._done, self._gone = update, threading.Event(), threading.Event()
         work = (update, second, keep_s, self._done, self._gone, self._thread)
+        # A thread of the worker, since torch's and the disk's work let the interpreter go: generation goes on beside
+        # it. Daemonic, since a store that hangs must not hold a worker that ends.
         self._thread = threading.Thread(target=self._prepare, args=work, name="stage-weights", daemon=True)
         self._thread.start()
 
@@ -157,6 +163,8 @@ class Stage:
     def take(self, update: Update) -> Staged:
         """`update` as it was made ready if it was begun, else its bytes, made ready now."""
         if self._update == update:
+            # Without a deadline of its own: this runs inside the trainer's call, which has one, and
+            # `Update.deadline_s` bounds each read.
             self._done.wait()
             staged, error = self._staged, self._error
             self.drop()
@@ -198,9 +206,13 @@ class Stage:
             staged = None
         except WeightSyncError as failure:
             staged, error = None, str(failure)
+        # Only the latest thread may write its result: `begin` replaces the events, and an older thread that is late
+        # compares unequal here. So no lock is needed.
         if self._done is done:
             self._staged, self._error = staged, error
         done.set()
+        # Else this frame would hold the second copy for `keep_s` after a swap has taken it: twice the weights, for
+        # nothing.
         del staged
         if not gone.wait(keep_s) and self._gone is gone:
             logger.warning("agentrl: staged weights were dropped: nobody took them within %g s", keep_s)
@@ -222,6 +234,7 @@ def tensors(data: weight_file.Bytes) -> Iterator[tuple[str, Any]]:
         dtype = getattr(torch, _DTYPES[place.dtype])
         piece = flat[place.start : place.end]
         if place.start % dtype.itemsize:
+            # A view of another dtype needs an aligned start, and safetensors does not promise one.
             piece = piece.clone()
         yield place.name, piece.view(dtype).reshape(place.shape)
 

@@ -71,8 +71,11 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         update = Update(**{name: getattr(update_info, name) for name in Update.__slots__})
         staged = self.stage.take(update)
+        # A second copy is of the main model. An update of another one, or one that a dead trainer left open with its
+        # layers in parts, is loaded the long way.
         if staged.second is not None and self.model is self._default_model and not self._open:
             replaced = staged.second.swap(by_pointer=staging.by_pointer(self.vllm_config, self.model))
+            # Copies on a GPU are only queued: the engine's next pass must not begin on half of them.
             torch.accelerator.synchronize()
         else:
             self._load(staged.data)
@@ -108,6 +111,8 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
                         fingerprints.of_file(data, str(self._default_model_config.dtype).removeprefix("torch.")),
                     )
                 return second, None
+            # The file is wrong, or nobody waits: both are answers. Anything else is a layer that vLLM reloads in a
+            # way we do not know, and the pause still works for it.
             except (WeightSyncError, Superseded):
                 raise
             except Exception as error:  # a layer that vLLM reloads otherwise: the live model is as it was

@@ -33,6 +33,8 @@ def fingerprints(model: Any, dtype: torch.dtype) -> dict[str, str]:
     from vllm.distributed import get_tensor_model_parallel_world_size
 
     by_source: dict[str, str] = {}
+    # A shard has its own columns: nothing to compare it with is in the learner's fingerprints, and "nothing to say"
+    # is the honest answer here. The probe of the canary still judges such an engine.
     if get_tensor_model_parallel_world_size() > 1:
         return by_source
     packed = getattr(model, "packed_modules_mapping", {})
@@ -63,6 +65,8 @@ def _columns(module: Any, dtype: torch.dtype) -> torch.Tensor | None:
     chosen = fingerprint.columns(width)
     if not hasattr(module, "cpu_linear"):
         return weight[:rows, chosen] if weight.dim() == 2 and weight.shape[1] == width else None
+    # The packed copy is what computes, and its layout is oneDNN's own. One-hot inputs read its columns through the
+    # kernel, exactly: a sum with one term is not rounded.
     one_hot = torch.zeros(len(chosen), width, dtype=dtype, device=weight.device)
     one_hot[range(len(chosen)), chosen] = 1
     return method.apply(module, one_hot, None).T[:rows]
@@ -86,6 +90,7 @@ def untaken(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         if "weight" not in dict(module.named_parameters(recurse=False)):
             continue
         names = names_of(name, packed)
+        # A tied model's file has no output layer; vLLM builds one all the same, from the embedding.
         if names == ["lm_head.weight"] and names[0] not in tensors:
             names = [_EMBEDDING]
         if missing := [source for source in names if source not in tensors]:
@@ -123,6 +128,8 @@ def _agrees(module: Any, sources: dict[str, torch.Tensor]) -> bool:
     if hasattr(module, "num_embeddings") and not hasattr(module, "bias"):
         return _close(loaded[: len(weight)], weight)
     dtype, device = _place(module)
+    # Four random rows: a wrong weight cannot agree with the right one on them by chance, and four products a layer
+    # are cheap enough for an error path.
     x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
     computed = method.apply(module, x.to(device, dtype), None)
     return _close(computed[:, : len(weight)], x.to(dtype).float() @ weight.T)

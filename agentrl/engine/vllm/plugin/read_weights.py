@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.agentrl")
 
 def decide() -> None:
     """Decide for this process and those that it starts. Safe to call again."""
+    # `setdefault` in the first process and inheritance in all others: vLLM's workers are started by it, and have no
+    # other way to agree on a random name.
     os.environ.setdefault(INBOX_VARIABLE, new_place())
     os.environ.setdefault(SOURCES_VARIABLE, json.dumps(everyday()))
 
@@ -90,4 +92,5 @@ def install() -> None:
             return create_error_response(message=str(error), err_type="InvalidUserInput")
         return None
 
+    # vLLM's own check is kept and called first; ours can only refuse more.
     OpenAIServingModels._check_load_lora_adapter_request = checked

@@ -74,6 +74,8 @@ def install() -> None:
     Scheduler.update_from_output = hooked_finish
 
 
+# Rows lie by slot of the KV cache, and not by request: a prompt that hits the prefix cache is not computed again, so
+# its routers are never called for it. What they chose the first time is still in the slots that it hits.
 class Routing:
     """The table [slots, layers, experts per token] of one model, filled by its routers."""
 
@@ -97,6 +99,7 @@ class Routing:
         if not mappings:  # a run without requests
             return
         slots = next(iter(mappings.values())).numpy()
+        # Padding has slot -1, which would write into the table's last row.
         real = slots >= 0
         self._table[slots[real], layer_id] = topk_ids[: len(slots)].numpy()[real]
 
@@ -115,6 +118,8 @@ class Routing:
                 taken = _running[request_id] = _Taken(state.num_prompt_tokens, start)
             if end >= taken.prompt:
                 first = taken.start if end == taken.prompt else end - 1
+                # Copied out now: an update with recomputed keys, or the next owner of the slot, overwrites these rows
+                # before the client has them.
                 taken.rows[end] = self._rows(batch, index, first, end)
 
     def _rows(self, batch: Any, index: int, first: int, end: int) -> Any:

@@ -48,6 +48,8 @@ def install() -> None:
     @functools.wraps(draw)
     def seen(self, *args, **kwargs):
         sampled, processed = draw(self, *args, **kwargs)
+        # On the sampler, since it and the model runner share nothing else, and their signatures are vLLM's. The
+        # runner clears it before each step, so that an old one can never be read as new.
         self.agentrl_processed = processed
         return sampled, processed
 
@@ -69,5 +71,6 @@ def _sets(logprobs: Any) -> Any:
     from vllm.v1.outputs import SamplingMaskLists
 
     rows, ids = np.nonzero(np.isfinite(logprobs.numpy()))
+    # `nonzero` lists by row, so the rows are sorted already.
     offsets = np.searchsorted(rows, np.arange(len(logprobs) + 1))
     return SamplingMaskLists(ids.astype(np.int32), offsets)

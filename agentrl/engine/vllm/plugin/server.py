@@ -21,8 +21,11 @@ SERVER = "vllm.entrypoints.openai.api_server"
 def _watch() -> None:
     while os.read(0, 4096):
         pass
+    # SIGTERM first: vLLM removes its shared memory and sockets in an orderly end, and leaves them in /dev/shm after
+    # SIGKILL.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
+    # Only a group of our own: started by hand, the group is a shell's job and may hold other programs.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -31,6 +34,7 @@ def _watch() -> None:
 def main() -> None:
     """Serve until SIGTERM or the end of standard input."""
     os.environ[HOST_VARIABLE] = str(os.getpid())
+    # A thread that blocks in the kernel: it works while the main thread computes, hangs, or imports for a minute.
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

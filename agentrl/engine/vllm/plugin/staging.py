@@ -53,6 +53,7 @@ def room(device: Any) -> int:
 
     free = psutil.virtual_memory().available
     try:
+        # A container sees the whole machine's memory in /proc: its own limit is what kills it.
         most, now = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, most - now)
     except (OSError, ValueError):  # no limit, or none that can be read
@@ -64,12 +65,22 @@ def obstacle(model: Any, device: Any) -> str | None:
     """Why no second copy of the weights can be made, as a line."""
     if device.type != "cpu" and any(hasattr(layer, "w13_weight") for layer in model.modules()):
         return "the model is a mixture, whose packed experts were not swapped on a GPU in any test"
+    # Refused in advance: to run out of memory in the midst of it would kill the engine, and generation with it.
     need, free = int(size(model) * _SPARE), room(device)
     if need > free:
         return f"a second copy of the weights takes {need >> 20} MiB, and {free >> 20} MiB are free"
     return None
 
 
+# Why twins, and not a second model. To build a model anew would take a configuration, a distributed state and CUDA
+# graphs that vLLM makes once in a process, and a tensor-by-tensor copy of the file would miss what layers make of it:
+# fused shards, padding, packing, kernels. vLLM has code that reloads a layer in place (its `reload` package) and
+# knows all of that. It works on any object with the layer's attributes, so it is given objects that share everything
+# with the live layer except the dictionaries of tensors.
+#
+# The law that this serves is 6: the engine generates while the file is read, checked and packed, and stands still for
+# the swap alone. `tests/engine/test_staging.py` has the rest: that a dropped copy leaves the model as it was, that a
+# swapped one leaves nothing in memory, and that the pass in flight keeps its version.
 class Second:
     """The twins of a model's layers, filled by `build`. After `swap` they are of no use."""
 
@@ -89,6 +100,8 @@ class Second:
         method = live.__dict__.get("quant_method")
         if method is not None:  # a layer and the adapters around it may share it
             twin.__dict__["quant_method"] = self._methods.setdefault(id(method), copy.copy(method))
+        # What the twin had before loading: `swap` moves what has changed since, whichever attributes these are. A
+        # list of their names would have to be kept for every kind of layer of every version of vLLM.
         before = dict(twin.__dict__), dict(getattr(method, "__dict__", {}))
         self._pairs[id(live)] = (live, twin, *before)
         for name, parameter in live._parameters.items():
@@ -106,6 +119,8 @@ class Second:
             return None
         if id(live) not in self._tensors:
             other = live.data.clone()
+            # vLLM's parameters are classes of their own, with loaders as attributes: a plain copy would be a tensor
+            # that nobody can load.
             other.__class__ = live.__class__
             other.__dict__ = _rebound(live.__dict__, layer, twin)
             self._tensors[id(live)] = (live, other)
@@ -148,6 +163,8 @@ class Second:
                 live.data = other.data
                 replaced.append(old)
             else:
+                # A captured graph has the address, so the values have to move: one pass over the memory of the
+                # weights.
                 live.data.copy_(other.data)
         for live, twin, before, method_before in self._pairs.values():
             _take(live.__dict__, twin.__dict__, before, replaced, by_pointer)
@@ -179,6 +196,8 @@ def _rebound(attributes: dict[str, Any], live: Any, twin: Any) -> dict[str, Any]
 
     rebound: dict[str, Any] = {}
     for name, value in attributes.items():
+        # vLLM wraps a loader at each reload. Kept, the wrappers of all updates so far would be called one inside the
+        # other.
         while getattr(value, "__name__", "") == "online_process_loader":
             value = value.__wrapped__
         if isinstance(value, MethodType) and value.__self__ in (live, layer_ref_sentinel):
@@ -268,6 +287,7 @@ def by_pointer(vllm_config: Any, model: Any) -> bool:
     if not current_platform.is_cpu() or vllm_config.compilation_config.mode != CompilationMode.NONE:
         return False
     tensors = {id(tensor): tensor for tensor in _tensors(model)}
+    # Two tensors at one address are views of one storage: a pointer that moves in one of them would tear them apart.
     places = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
     return len(places) == len(set(places))
 

@@ -38,14 +38,18 @@ def install() -> None:
 def publish(core: Any, workers: Any, update_info: str, version: str, clear_cache: bool) -> Any:
     """The answer, or a future of it: `swapped`, and `paused_s`, for how long no pass was computed. `workers` calls a
     method of all workers."""
+    # An operator's pause is left as it was if the swap does not happen: only what this call paused, it resumes.
     was_paused = core.is_scheduler_paused()
 
     def swap() -> list[dict[str, Any]]:
         started = time.perf_counter()
         swapped = [answer["swapped"] for answer in workers("agentrl_swap", args=(update_info,))]
+        # Some layers new and some old is the one state from which nothing may be sampled. The exception leaves the
+        # scheduler paused, and the next push loads all of them.
         if any(swapped) and not all(swapped):
             raise RuntimeError("some workers have the new weights and some the old ones")
         if all(swapped):
+            # Between the swap and the next pass, in the core's own thread: no token can be drawn in between (law 1).
             core.set_weight_version(version)
         if all(swapped) or not was_paused:
             core.resume_scheduler()
@@ -54,6 +58,8 @@ def publish(core: Any, workers: Any, update_info: str, version: str, clear_cache
     paused = core.pause_scheduler(mode="keep", clear_cache=clear_cache)
     if paused is None:
         return swap()
+    # Passes are in flight: the core must go on to finish them, so this call returns a future, and the swap runs in
+    # the callback once it is idle.
     answer: Future[list[dict[str, Any]]] = Future()
 
     def idle(future: Future[Any]) -> None:

@@ -28,6 +28,8 @@ def install() -> None:
     for wrap in (_stamp_every_chunk, _salt_prefix_cache):
         try:
             wrap()
+        # A vLLM that lacks these names is not broken for others: it serves, and `missing` makes the run's probe
+        # refuse it with one line.
         except (ImportError, AttributeError) as error:
             missing.append(wrap.__name__.strip("_"))
             logger.warning("agentrl: this vLLM does not allow %s: %s", missing[-1], error)
@@ -86,6 +88,7 @@ def _salt_prefix_cache() -> None:
 
 
 def _salt(core, own: str | None) -> str:
+    # The client's own salt stays a part of it: it separates tenants, and ours separates versions.
     return f"{core._weight_version}/{own or ''}"
 
 
@@ -94,5 +97,6 @@ def _resalt(core, request) -> None:
     salt = _salt(core, own_salt)
     if request.cache_salt != salt:
         request.cache_salt = salt
+        # The hashes were made with the older salt, in the input thread, before the update reached the scheduler.
         request.block_hashes.clear()
         request.update_block_hashes()
