@@ -64,6 +64,8 @@ class AdamStep:
     lr: float
     beta1: float = 0.9
     beta2: float = 0.95
+    # Smaller than torch's 1e-8, as training services have it: an adapter's gradients are small, and 1e-8 would
+    # dominate the second moment of some of them and slow exactly those down.
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip: float = 0.0
@@ -118,10 +120,14 @@ class AdapterLearner:
         if not parts:
             raise UsageError("the model has no layer that this adapter would change")
         module = self._model.module
+        # The seed is the caller's, and this process serves many: without the fork the initial weights of one adapter
+        # would move the random state of all others.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             lora.add(module, name, parts, rank=shape.rank, alpha=ALPHA)
         for parameter in lora.parameters(module, name):
+            # PEFT makes matrices as narrow as the layer below. An update of a millionth does not change a bfloat16,
+            # so they are trained in float32.
             parameter.data = parameter.data.float()
         mark = f".{name}."
         parameters = {
@@ -154,6 +160,8 @@ class AdapterLearner:
         adapter = self._adapters[name]
         parameters = list(adapter.parameters.values())
         total, logprobs = 0.0, list[Tensor]()
+        # Summed apart from `parameter.grad`, and added to it at the end: a row that raises in the third pass leaves
+        # the adapter as it was before the call.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         for part in self._passes(rows):
             of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
@@ -178,6 +186,8 @@ class AdapterLearner:
             raise UsageError("optim_step has no gradients: call forward_backward before")
         norm = float(nn.utils.get_total_norm(gradients))
         try:
+            # One NaN in a step would make every later one NaN, through Adam's moments. The gradient is dropped with
+            # the step: whoever sent it may go on.
             if norm != norm or norm == float("inf"):
                 raise UsageError(f"the gradient is not finite (norm {norm}): no weight changed, and it is gone")
             if adam.grad_clip > 0:
@@ -200,6 +210,8 @@ class AdapterLearner:
             }
         draft = file.with_name(f".{file.name}.draft")
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, draft)
+        # The file first, then the folder with its new name: after a power loss a name without its bytes would be
+        # worse than the old file.
         for path in (draft, file.parent):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -222,6 +234,8 @@ class AdapterLearner:
             key: tensor.shape for key, tensor in adapter.parameters.items()
         }:
             raise ModelError("the checkpoint is of an adapter of another rank, or on other layers")
+        # A new optimizer that takes the old one's place at the end. `load_state_dict` into the old one would leave it
+        # half changed if a moment were missing.
         fresh = torch.optim.AdamW(adapter.parameters.values())
         with torch.no_grad():
             for key, parameter in adapter.parameters.items():

@@ -42,6 +42,8 @@ def build_learner(
 
 def device_of(train: Train) -> torch.device:
     """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
+    # Counted here, before a model is loaded: the same fault inside torch would come minutes later, without the
+    # setting's name.
     seen = torch.cuda.device_count()
     if train.gpus and max(train.gpus) >= seen:
         if train.parallel.ranks == 1:

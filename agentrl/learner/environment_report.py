@@ -45,6 +45,7 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     k = 1
     while chosen := [group for group in successes if len(group) >= k]:
         rates[str(k)] = fmean(pass_at_k(len(group), sum(group), k) for group in chosen)
+        # Powers of two: enough for a curve, and few enough for a row of metrics.
         k *= 2
     return rates
 

@@ -99,6 +99,8 @@ def prices(module: Any) -> Prices:
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
+    # A multiplication and an addition each; forward, gradient of the input, and gradient of the weight, which frozen
+    # weights do not need.
     product = 2 * (2 if lora.has_adapter(module) else 3)
     return Prices(product * body, product * head, 3 * 4 * config.num_hidden_layers * width)
 
@@ -106,6 +108,8 @@ def prices(module: Any) -> Prices:
 def operations(module: Any, pack: Pack) -> float:
     """Floating-point operations of a pass forward and backward, with its share of those of its stem."""
     price = prices(module)
+    # Distinct nodes and not tokens of rows: what is shared is computed once, and counting it for each row would
+    # report a use above the peak.
     total = price.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
     return total if pack.stem is None else total - price.stem(pack.stem) * (1 - 1 / pack.stem.passes)
 

@@ -20,6 +20,8 @@ from agentrl.host.ports import free_port
 from agentrl.learner.weight_export import WeightSnapshot
 
 _PACKAGE = "vllm.distributed.weight_transfer"
+# Both ends hold it, on the GPU that they share: large enough to hide the calls between two fillings, small beside the
+# weights.
 _IPC_BUFFER = 1 << 30  # bytes shared with the engine at a time, or a tensor's own size where that is larger
 
 
@@ -62,6 +64,8 @@ class GpuSender:
                 room = max(snapshot.largest_bytes, min(snapshot.size_bytes, _IPC_BUFFER))
                 info = self._backend.IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
             engine = self._factory.trainer_init(info, client=client, source=snapshot)
+        # vLLM keeps both for its next call; the client belongs to one join only (`gpu_transport._Calls`), and the
+        # snapshot is gigabytes.
         engine.client = engine.source = None
         return GpuChannel(engine, self._device)
 

@@ -103,6 +103,8 @@ class Learner:
         update, a file; `may_save` before a checkpoint appears, and raises if it must not. `ranks` share the work: the
         worker of this learner is that of rank 0, and the others make their own. Raises ModelError."""
         order = BuildWorker(settings, model_dir, reference_dir, folder_of)
+        # All ranks build at the same time, each from the same order: to load one after the other would take as many
+        # times as long, and collectives inside loading would wait for ever.
         with ranks.building(order):
             self.worker = order.build(device, ranks, progress)
         self.algorithms, self.ranks, self.models = distinct(settings.algorithms), ranks, self.worker.models
@@ -145,6 +147,8 @@ class Learner:
         self.worker.watch = Stopwatch()
         ready = self._passes.rows(groups, step_of, undone, max_lag)
         epochs = self.settings.train.epochs
+        # Before the first update: the proximal log-probs, and advantages that need them, are those of the policy at
+        # the start of the step, for all minibatches and epochs alike.
         updates = self._passes.prepared(self._passes.minibatches(ready), self.algorithms, epochs)
         tally = StepTally(self.algorithms)
         for _ in range(epochs):
@@ -176,6 +180,8 @@ class Learner:
         self.worker.own_loss = own_loss
         try:
             names, loss = self._passes.accumulate(part, tally) if part else (set[str](), torch.zeros(()))
+            # Waits for the device here, inside the `try`: an error of a kernel is raised where its gradients are
+            # still dropped.
             read = float(loss)
         except BaseException:  # between calls there are no gradients of half a batch
             self.models.zero_grad()
@@ -206,10 +212,14 @@ class Learner:
     ) -> StepReport:
         """Count a step whose updates are made."""
         lr, watch, tally = lr_of(self.optimizer), self.worker.watch, tally.on_host()
+        # Counted also if nothing was trained: the store knows groups as taken by a step, and two steps of one number
+        # could not be told apart at a restart (law 2).
         on_every_rank(self.worker, EndStep())
         self.state.trained.append(
             tuple(trajectory.episode_id for group in groups for trajectory in group.trajectories if trajectory.scored)
         )
+        # Last, when the step is counted and its episodes are noted: whoever catches `Diverged` can still save a
+        # checkpoint that agrees with the store.
         self._check_skipped()
         used = use(
             self.worker.module_of,
@@ -234,6 +244,7 @@ class Learner:
         ordered = [name for name in self.models.optimizers if name in names]
         norm = on_every_rank(self.worker, OptimizerStep(ordered, loss))
         tally.add_update(loss, norm)
+        # In a row, and not in total: a bad batch comes now and then, while weights that are lost give nothing else.
         self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
 
     def _check_skipped(self) -> None:

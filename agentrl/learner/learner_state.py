@@ -35,6 +35,8 @@ class LearnerState:
         last = newest(root)
         if last is not None and self.checkpoint_step == self._worker.step_index and not self.trained:
             return last
+        # The draft is made on rank 0 before any order goes out: the others write into it, and a folder that cannot be
+        # made should end nothing but this call.
         draft, ranks = self._draft(root), self._worker.ranks
         write = partial(self._write, draft, self._state(), None, self._worker.progress)
         orders = [SaveState(draft, write), *[SaveState(draft)] * (ranks.size - 1)]
@@ -50,11 +52,15 @@ class LearnerState:
             return None
         draft = self._draft(root)
         write = partial(self._write, draft, self._state(), on_every_rank(self._worker, CopyState(draft)))
+        # With the copy, and not when it is written: the steps that follow collect their own. If the write fails, the
+        # run ends and goes on from the checkpoint before, which the store agrees with.
         self._forget_trained()
         return write
 
     def load(self, folder: Path) -> CheckpointState:
         """See `Learner.load`."""
+        # Before any rank reads a byte, and on rank 0 alone: one damaged file would otherwise end half of the ranks in
+        # the middle of loading.
         digests.check(folder, self._worker.progress)
         state = on_every_rank(self._worker, LoadState(folder))
         self._forget_trained()

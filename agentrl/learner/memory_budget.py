@@ -39,6 +39,8 @@ from agentrl.learner.model.models import ModelPasses, Models
 from agentrl.learner.parallel.pass_shards import pieces, spans
 from agentrl.learner.parallel.ranks import ALONE
 
+# Two layers and four: their difference is that of two layers in the middle, free of what the first and the last one
+# have to themselves.
 TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 
 
@@ -82,6 +84,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        # Storages and not tensors: a view, a transpose and a slice of one tensor hold the same bytes once.
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> int:
@@ -152,6 +155,8 @@ def held(
     numbers."""
     try:
         return _held(settings, folder, rows, passes, context, on_gpu=on_gpu)
+    # Tensors without numbers refuse what needs one: an `.item()`, a data-dependent shape. The model may well train;
+    # only the plan cannot be made.
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
@@ -205,13 +210,17 @@ def _traced(
     with tracker:
         learning, others = models.held()
         weights, frozen = tracker.add(learning), tracker.add(others)
+        # Gradients are there from the first step on, and the peak is one of a later step.
         for parameter in models.learned():
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
         gradients = tracker.now - weights - frozen
         tracker.add(models.masters())
+        # An update before the pass: an optimizer makes its moments in its first step, and the pass of the second step
+        # has them beside it.
         _update(optimizers, on_gpu)
         host = tracker.leave(models.away())
         static = tracker.now
+        # What loading needed is over by the time of a step.
         tracker.peak = static
         activations = lent = along = 0
         with model_passes.stem():

@@ -61,6 +61,7 @@ class RankWorker:
         """Load the models. The arguments are those of `Learner`. Raises ModelError."""
         self.settings, self.progress, self.ranks = settings, progress, ranks
         torch.set_num_threads(settings.train.threads)
+        # The same on every rank, so that adapters and heads, which are whole everywhere, begin alike.
         torch.manual_seed(settings.seed)
         self.models = Models(settings, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks)
         check(settings.train, self.models.policies(), routed=settings.routed_experts is not False)
@@ -119,6 +120,7 @@ class RankWorker:
         """Forward and backward; accumulate gradients."""
         results: list[PassResult] = []
         for scheduled, pack in self._passes(share, "backward"):
+            # With the proximal log-probs computed ahead, those of the reference came with them.
             others = {} if "proximal" in pack.columns else self.passes.others(pack)
             trained = pack.algo.trained(self.step_index)
             with listening(self.routers_of(pack)) as heard:

@@ -61,6 +61,7 @@ class StepPasses:
     ) -> list[GroupRows]:
         """The rows of a step's groups; `algo` takes the place of the settings' algorithms."""
         settings = self._settings
+        # Cached for the step: the question goes to the lineage, and a step asks it for every span of every turn.
         abandoned, by_role = cache(undone), settings.algo_by_role if algo is None else dict[str, Algorithm]()
         return [
             group_rows(
@@ -85,7 +86,10 @@ class StepPasses:
         n = min(self._settings.train.minibatches, max(len(ready), 1))
         order = list(ready)
         if n > 1:
+            # By seed and step, and not from a generator that lives on: a run that is resumed at this step divides it
+            # in the same way.
             random.Random(f"{self._settings.seed}/{self._worker.step_index}").shuffle(order)
+        # Strided, so that the updates differ by one group at most.
         return [order[index::n] for index in range(n)]
 
     def prepared(
@@ -107,6 +111,8 @@ class StepPasses:
 
         def computed(rows: Sequence[Row]) -> list[Row]:
             matter = {id(row): row.episode_id for row in rows if row.algo.matters(row.columns)}
+            # An algorithm that looks ahead computes values over whole episodes: a row without an advantage of its own
+            # is still a part of them.
             episodes = set(matter.values())
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 

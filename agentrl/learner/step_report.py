@@ -140,6 +140,8 @@ def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, hear
     """The numbers of a pass with these columns, outputs and loss, and the choices of its routers, if it has some."""
     cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
     columns = {name: tokens[name] for name in _MEASURED if name in tokens}
+    # The sign tells a token that became likelier from one that became rarer: the two bounds of a clip say different
+    # things about a run.
     columns["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
     columns["entropy"] = outputs.entropy_K.detach()
     if "reference" in tokens:
@@ -179,6 +181,7 @@ class StepTally:
         self.routed.append(result.routed)
         if result.importance is not None:
             self.importance.append(result.importance)
+        # By equality: entries of a run file that name the same algorithm are one, whichever object a row has.
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
         for name, value in result.gauges.items():
             _add(self.gauges, (of, name), value)
@@ -193,6 +196,8 @@ class StepTally:
     def columns(self, n: int | None = None) -> dict[str, Tensor]:
         """Columns that were measured in all of the first `n` passes, or in all passes."""
         passes = self.tokens[:n]
+        # Algorithms of one step may measure different columns; a mean over some of the tokens only would not be
+        # comparable with the others in its row.
         names = [name for name in passes[0] if all(name in by_name for by_name in passes)] if passes else []
         return {name: torch.cat([by_name[name] for by_name in passes]) for name in names}
 

@@ -96,6 +96,8 @@ def write_weights(
     Raises RunFailed if its folder has no room for them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+    # Beside its name, since a rename is atomic within one file system only: shared memory and the temporary folder
+    # are two.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(dict(tensors), draft, metadata={"format": "pt", **(metadata or {})})
@@ -105,6 +107,8 @@ def write_weights(
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+    # From the tensors in memory and not from the file: they are the learner's word, against which the file is judged
+    # too (`canary._wrong_in_file`).
     marks = fingerprint.of_tensors({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()})
     return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size, fingerprints=marks)
 
@@ -140,6 +144,8 @@ def hash_of(tensor: Tensor) -> str:
     factors = _factors(flat.device)
     full_count = len(words) - len(words) % _ROW
     slabs = [*words[:full_count].view(-1, _ROW).split(_ROWS.get(flat.device.type, 128)), words[full_count:][None]]
+    # Integers: their sum is the same in any order, which no sum of floats is on a GPU. The product may overflow;
+    # modulo 2^32 it is still a bijection, since the factor is odd.
     sums = [(slab.int() * factors[: slab.shape[1]]).sum(1, dtype=torch.int64) for slab in slabs]
     digest = len(words)
     for part in torch.cat(sums).tolist():
@@ -224,6 +230,8 @@ def take(module: Any, dtype: torch.dtype) -> WeightSnapshot | None:
     device = next(iter(state.values())).device
     weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        # Always a copy of what is not sharded: without one, a weight that has the dtype already would be the live
+        # tensor, and the next step would change what is being sent.
         cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
         full = gather(cast, name)
         if keeps:
@@ -238,4 +246,6 @@ def _settle(device: torch.device, sharded: bool) -> None:
         torch.cuda.synchronize(device)
     if sharded:
         with named("a snapshot's end"):
+            # Rank 0 goes on to wait for engines. A rank that is still gathering would wait for rank 0, in a
+            # collective that rank 0 has left.
             distributed.barrier()

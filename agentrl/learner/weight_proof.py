@@ -31,6 +31,7 @@ def proof_of(
 ) -> Canary:
     """The proof of the weights that engines hold in `dtype`: those of a `role` with a model of its own, or of all
     others; with those of the `adapted` roles over them. `as_adapter`: the adapter is sent by itself, not merged."""
+    # No longer than an engine's context: it would refuse the probe, and the refusal would look like a broken engine.
     tokens = probe_tokens(learner.models.of(role).vocab, min(PROBE, most_tokens))
     merged = train.lora_rank > 0 and not as_adapter
     rounded = dtype == "float32" or not (merged or train.compile)  # else weights are no layer's own, or fused

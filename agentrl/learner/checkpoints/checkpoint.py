@@ -96,6 +96,8 @@ def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None]
     if folder.exists():
         raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
     root.mkdir(parents=True, exist_ok=True)
+    # What a kill left. This process has no other draft under way, as the caller promises; a learner that was replaced
+    # may still write, and then fails at its next file, which is right.
     for draft in root.glob(".draft-*"):
         shutil.rmtree(draft, ignore_errors=True)  # a learner that another has replaced may write into its own, still
     draft = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
@@ -163,6 +165,7 @@ def save(
             else:
                 _write(draft / name, content, module, parts.get(name))
             progress()
+        # Before `state.json`: a folder with that file is a complete checkpoint to every reader.
         settle()
         _check_shared(draft / SHARDS, range(1, ranks))
         folders.write_state(draft, asdict(state))
@@ -212,6 +215,8 @@ def contents(
         yield ADAPTER, lora.tensors_of(module)
     for name, part in parts.items():
         yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
+    # Saved although no pass draws, since what is random in training is switched off: a user's own loss may draw, and
+    # a resumed run repeats what an uninterrupted one does.
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     states, apart = optimizer_state.divided(optimizers)
     yield OPTIMIZER, {"optimizers": states, "rng": rng} | ({"shards": list(apart)} if apart else {})
@@ -233,6 +238,8 @@ def copied(
         *(dict(part.tensors()) for part in parts.values()),
     ]
     live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+    # By address and not by name: `contents` gathers, merges and casts, and only its tensors that still share memory
+    # with live ones have to be copied. To copy all would take the memory twice.
     places = {local(tensor).untyped_storage().data_ptr() for tensor in _tensors(live)}
     return [(name, _kept(content, places)) for name, content in contents(module, optimizers, parts, own)]
 
@@ -249,6 +256,7 @@ def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own
 def free_bytes() -> int:
     """Host memory that is free, of this machine and of this process's container."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    # MemAvailable and not MemFree: pages that cache files are given up for an allocation.
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
     with suppress(OSError, ValueError):  # no limit, or none that can be read
         most, now = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
@@ -314,6 +322,7 @@ def load(
     shards = optimizer_state.read(folder / SHARDS, names, optimizers) if names else {}
     for name, optimizer in optimizers.items():
         load_state(optimizer, regrouped(blob["optimizers"][name], optimizer), shards.get(name, {}))
+    # Last, since loading itself may draw.
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])

@@ -23,6 +23,7 @@ STATE: Final = "state.json"
 DIGESTS: Final = "SHA256SUMS"
 """The file of a checkpoint that has the digest of each of its other files, by its path in the folder."""
 
+# Eight digits, so that names sort as steps do in any listing; more are allowed, and `step_of` sorts by number.
 _NAME: Final = re.compile(r"step-(\d{8,})")
 
 

@@ -53,6 +53,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     yield from (entry for entry in entries if entry.is_file() and not _is_weights(entry.name))
     for entry in entries:
+        # No link is followed: one to a parent would never end, and one out of the folder would copy somebody's disk.
         if entry.is_dir() and not entry.is_symlink() and not _has_weights(entry):
             yield from _walk(entry)
 

@@ -119,6 +119,8 @@ def group_rows(
     def origin_of(turn: Turn, span: VersionSpan) -> Origin:
         if undone(span.version):
             return Origin.UNDONE
+        # The last place, before this span, from which keys and values were computed anew. From there on they are of
+        # one version unless a later span under kept ones says otherwise.
         began = [
             earlier
             for earlier in turn.spans
@@ -127,6 +129,8 @@ def group_rows(
         return Origin.MIXED_KV if keeps_kv and span.version != began.version else Origin.PLAIN
 
     record = group.record
+    # Law 3 begins here: a member that infrastructure failed has no rows and judges nobody. A baseline with its reward
+    # of 0 in it would punish its siblings for an engine that died.
     trained = [member for member in group.trajectories if member.scored]
     counted = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
@@ -142,6 +146,8 @@ def group_rows(
                 if fresh is not None:
                     rows.append(fresh)
     for member in group.left_out:
+        # Tokens of members that the store left out for their age were sampled and dropped. Law 5 wants them counted,
+        # or a run that loses its long episodes would look healthy.
         if member.scored and not group.skipped:
             for span in (span for turn in member.turns if turn.learns for span in turn.spans):
                 stale[lag_of(span.version)] += span.end - span.start
@@ -172,6 +178,7 @@ def _scores(counted: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
     for member in counted:
         sums: defaultdict[str, float] = defaultdict(float)
         for turn in member.turns:
+            # `info` is the environment's own dictionary: anything may stand there, and a report must not end a step.
             scores: object = None if turn.step is None else turn.step.info.get("scores")
             for name, value in cast("Mapping[str, object]", scores).items() if isinstance(scores, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+# The largest alignment that a view of another dtype or a kernel's vector load asks for.
 _ALIGNED = 16  # bytes
 
 
@@ -25,6 +26,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
     target, away = torch.device(device), dict[int, Tensor]()
 
     def ask(tensor: Tensor) -> Tensor:
+        # "cuda" names the current device: a tensor on cuda:1 is where it should be then.
         any_will_do = target.type == "cpu" or target == torch.device(target.type)
         if tensor.device.type != target.type or (tensor.device != target and not any_will_do):
             away.setdefault(id(tensor), tensor)
@@ -55,6 +57,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of one device on another one, side by side in one piece of memory."""
     parts = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
     starts = [0, *accumulate(len(part) + -len(part) % _ALIGNED for part in parts)]
+    # One copy for a whole record. A pass has some thirty small tensors, and each copy of its own costs a launch and,
+    # from pageable memory, a wait for the device.
     piece = parts[0].new_empty(starts[-1], pin_memory=device.type == "cuda")
     for start, part in zip(starts, parts, strict=False):
         piece[start : start + len(part)] = part

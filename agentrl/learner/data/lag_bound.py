@@ -50,6 +50,8 @@ def drop_tokens_beyond_lag(row: Row, max_lag: int, stale: Counter[int]) -> Row |
     # A token that is too old stays in the row: younger ones were sampled after it, and their log-probs are only those
     # of the engine with it before them. Behind the last scored token nothing is predicted, so the row ends there.
     place_S, turn_S = row.place_S[keep_S], row.columns["turn"]
+    # An observation stands and falls with the turn that follows it:
+    # `test_an_answer_before_a_stale_turn_is_not_predicted_also_if_a_younger_turn_follows`.
     answered_O = turn_S[torch.searchsorted(row.place_S, row.observed_O)]  # the turn that each comes before
     return replace(
         row,

@@ -187,11 +187,16 @@ def forest(rows: Sequence[Row], budget: int) -> list[PrefixTree]:
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the first rows: nodes, trees, where their last tree begins
     for stop in range(1, len(ids) + 1):
         size, options = 0, list[tuple[int, int, int]]()
+        # Dynamic programming over neighbours: the best division of the first rows is known when the next one comes.
+        # To fill passes greedily would cut where the budget ends, in the middle of a long shared beginning.
         for start in reversed(range(stop)):  # a tree of the rows from start to stop
             size += len(ids[start]) - (shared[start + 1] if start + 1 < stop else 0)
+            # At least one option: a single row longer than the budget gets a pass of its own. To cut it would change
+            # the log-probs of its tokens.
             if size > budget and options:
                 break
             options.append((best[start][0] + size, best[start][1] + 1, start))
+        # Tuples compare by nodes first, then by trees, then by place, so ties are broken alike on every machine.
         best.append(min(options))
     parts: list[list[int]] = []
     stop = len(ids)
@@ -255,6 +260,8 @@ def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 
     sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
     without = sum(sizes) / ranks
     rounds = sizes[::ranks]  # the most that a rank computes in each
+    # Each rank computes the stem once, so with many ranks and few passes there is little to save; the graph of a stem
+    # is kept in memory meanwhile, which must be paid for.
     if len(shared_stem) + sum(rounds) - len(rounds) * len(shared_stem) > (1 - _SAVED) * without:
         return []
     size = len(shared_stem)
@@ -272,6 +279,8 @@ def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:
     """The common prefix of `rows`, up to the first node that predicts, as the stem of `passes` passes."""
+    # Up to the first node that predicts: a loss depends on the stem through keys and values alone then, and no logits
+    # are needed of it.
     first = min(int(torch.cat([row.place_S, row.observed_O]).min()) for row in rows) - 1
     ids = [torch.tensor(row.token_ids[:first]) for row in rows]
     return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)
@@ -298,6 +307,8 @@ def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Ten
             observed_O.append(torch.tensor(row.token_ids)[row.observed_O])
             routed.append((path + first, int(row.place_S[-1]), row.chosen))
     rows = [row for tree in trees for row in tree.rows]
+    # Distinct and sorted: siblings that sampled different tokens after one prefix share the logits of its last node,
+    # the largest tensor of a small model.
     predictors_P, predictor_KO = torch.unique(torch.cat([*before_K, *before_O]), return_inverse=True)
     scored = sum(map(len, before_K))
     weight_O = [torch.full(row.observed_O.shape, row.observed_weight) for row in rows]
@@ -318,6 +329,8 @@ def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Ten
         observer_O=predictor_KO[scored:].to(device),
         observed_O=torch.cat(observed_O).to(device),
         observed_weight_O=torch.cat(weight_O).to(device),
+        # Counted on the host, where the numbers still are: on the device they would have to be waited for in each
+        # pass.
         scored_P=np.bincount(predictor_KO[:scored].numpy(), minlength=len(predictors_P)),
         observed_P=np.bincount(predictor_KO[scored:].numpy(), minlength=len(predictors_P)),
     )

@@ -56,6 +56,8 @@ class Ragged:
         if bool(listed_M.all()):
             return token_M, self.numbers_M.long()
         first_K = self.head_K.abs().cumsum(0) - self.head_K.abs()
+        # A negative head says that its numbers are words of a bitmap over the vocabulary
+        # (`agentrl.tokens.sampling_mask`): the number of the word, times 32, and the bit give the id.
         word_M = torch.arange(len(token_M), device=token_M.device) - first_K[token_M]
         shift_32 = torch.arange(32, device=token_M.device)
         bits = (self.numbers_M[~listed_M, None] >> shift_32 & 1).bool()
@@ -70,6 +72,7 @@ def normalised(logprobs_M: Tensor, of_M: Tensor, count: int) -> tuple[Tensor, Te
     """Log-probs of the members of `count` sets made to sum to 1 in each, [M], and the log of each set's mass before,
     [count]; 0 for a set without members."""
     top_K = logprobs_M.new_full((count,), float("-inf")).scatter_reduce(0, of_M, logprobs_M.detach(), "amax")
+    # A set without members has no maximum; minus infinity would make a NaN of the subtraction below.
     top_K = torch.where(top_K.isfinite(), top_K, 0.0)
     total_K = torch.zeros_like(top_K).index_add(0, of_M, (logprobs_M - top_K[of_M]).exp())
     empty_K = torch.ones_like(total_K, dtype=torch.bool).index_fill(0, of_M, False)

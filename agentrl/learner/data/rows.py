@@ -93,6 +93,8 @@ def rows_of(
     known_images = images.of_steps(trajectory.start, (turn.step for turn in turns))
     seen: set[int] = set()
     rows: list[Row] = []
+    # From the leaves back, since each path to a leaf is one context that an engine had. Rows from the roots would
+    # have to be split at every fork.
     for leaf in (turn for turn in turns if turn.index not in continued):
         algo, prepared = algo_of(leaf.role), by_role.get(leaf.role, {})
         token_ids: list[int] = []
@@ -105,6 +107,8 @@ def rows_of(
                 raise ValueError(f"episode {trajectory.episode_id}, turn {turn.index}: sampled without any context")
             start = len(token_ids)
             token_ids += turn.token_ids
+            # A turn that two leaves share is scored in the first path alone (law 2). Its tokens stay in the other
+            # one, as context: the later tokens were sampled after them.
             if turn.index in seen or not turn.learns or _is_masked(turn):
                 continue
             seen.add(turn.index)
@@ -113,6 +117,7 @@ def rows_of(
                 observed += (
                     position
                     for position in range(start - len(turn.prompt_ids), start)
+                    # Tokens of images are no words: nobody can predict one from a softmax over the vocabulary.
                     if token_ids[position] < images.FIRST
                 )
             n = len(turn.token_ids)
@@ -121,6 +126,8 @@ def rows_of(
                 values["lag"] += [lag_of(span.version)] * (span.end - span.start)
                 values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
             values["episode"] += [trajectory.episode_id] * n
+            # A number that depends on the name alone: to count roles as they come would give one role two numbers in
+            # two groups of a step. Python's `hash` differs from process to process.
             values["role"] += [crc32(turn.role.encode())] * n
             values["turn"] += [turn.index] * n
             for name, column_T in prepared.items():
@@ -135,6 +142,7 @@ def rows_of(
                     episode_id=trajectory.episode_id,
                     algo=algo,
                     policy=leaf.role if leaf.role in policies else None,
+                    # Behind the last scored token nothing is predicted: the rest would be computed for nobody.
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
                     columns={

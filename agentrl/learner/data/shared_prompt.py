@@ -36,6 +36,9 @@ from torch import Tensor, nn
 from agentrl.learner.moe.routers import RouterRecord
 
 
+# These kinds of rotary embeddings choose their frequencies by the longest row that the module has seen. Over trees,
+# and with a stem computed apart, "the longest row" is another number than in the engine, and all log-probs would be
+# off by a little.
 def stretched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The parts of a model that rotate so, and the kind of each."""
     for part in module.modules():
@@ -71,6 +74,8 @@ class Roots:
 
     def keep(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Lend a layer's keys and values, in the stem's own pass. A backward pass may compute a layer again."""
+        # With gradient checkpointing a layer runs again in the backward pass. Lent anew, the first loan's gradients
+        # would go to a tensor that no graph knows.
         if name not in self._lent:
             self._lent[name] = _Lent(key), _Lent(value)
         return key, value
@@ -117,6 +122,8 @@ class _Lent:
     def __init__(self, made: Tensor) -> None:
         self.made, self.leaf, self.sums = made, made.detach(), list[Tensor]()
         if made.requires_grad:
+            # Cut off from its graph: a backward pass of one pass would otherwise go through the whole stem each time,
+            # and free its graph for the next.
             self.leaf.requires_grad_().register_post_accumulate_grad_hook(partial(_add, self.sums))
 
 
@@ -125,6 +132,8 @@ def _add(sums: list[Tensor], leaf: Tensor) -> None:
     if sums:
         sums[0] += leaf.grad
     else:
+        # In float32, whatever the pass computes in: sixteen passes in bfloat16 would lose the small gradients in the
+        # sum of the large ones (`test_gradients_of_what_was_lent_add_up_in_float32`).
         sums.append(leaf.grad.float())
     leaf.grad = None
 

@@ -42,6 +42,8 @@ from agentrl.learner.data.prefix_trees import Branch
 
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _BLOCK = 128  # nodes of a side of FlexAttention's blocks
+# With a mask of this height for all, memory grows with the length of a branch and not with its square
+# (`test_long_branches_take_memory_in_proportion_to_their_length`).
 _QUERIES = 1024  # that share a mask
 
 
@@ -94,6 +96,8 @@ def tree_attention(
         raise ValueError("its layers do not hand the layout of a tree to their attention")
     if attention_mask is not None:
         raise ValueError("its attention has a mask of its own")
+    # transformers hands unknown arguments on without a word: a softcap or a bias of a new architecture would be left
+    # out, and the learner would train another model than the engine serves.
     refuse_unknown(given)
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -142,6 +146,8 @@ class Paths:
             for start in range(0, size, rows):
                 stop = min(start + rows, size)
                 last = length - size + stop
+                # Keys before the window of the first query are cut off rather than masked: a window of 4,096 in a row
+                # of 100,000 then costs what it sees.
                 first = 0 if window is None else max(0, last - (stop - start) - window + 1)
                 parts = (queries[i][:, :, start:stop], keys[i][:, :, first:last], values[i][:, :, first:last])
                 mask = None
@@ -259,6 +265,8 @@ class Subtrees:
         own_n = _numbered(stops - sizes, sizes)
         self.node_n = torch.cat([own_n, node_N[self.size : keys]])
         seen = torch.searchsorted(own_n, self.end_N) - torch.searchsorted(own_n, node_N)
+        # The mask "j <= i < end of j" is only right in preorder. Counting pairs from above (subtrees) and from below
+        # (depths) finds any other order at the cost of two sums.
         if int(seen[: self.size].sum()) != int((self.depth_N[own_n] + 1).sum()):
             raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
         self.masks: dict[int | None, Any] = {}
@@ -285,6 +293,8 @@ class Subtrees:
             output = _flex(query.device.type)(*padded, **options)
         else:
             output, of = _flex(query.device.type)(*padded, **options, return_aux=AuxRequest(lse=True))
+            # A sink takes exp(sink) of the softmax's mass and adds nothing: exp(lse) / (exp(lse) + exp(sink)) is this
+            # sigmoid.
             output = output * (of.lse - sinks[:, None]).sigmoid()[..., None].to(output.dtype)
         return output[:, :, : self.count].transpose(1, 2)
 
@@ -296,6 +306,9 @@ class Subtrees:
         plain = len(node_n) == len(end_N)  # query and node have the same number
         key_B, end_B, above_B = (part.view(1, -1, _BLOCK) for part in (torch.arange(len(end_N)), end_N, depth_N))
         query_B, below_B = (part.view(-1, 1, _BLOCK) for part in (node_n, depth_N[node_n]))
+        # Three kinds of blocks: no pair seen (skipped), all pairs seen (no mask is evaluated), and some. `some` may
+        # be too generous, which costs time; `every` must be exact, or hidden nodes would be seen
+        # (`test_flex_visits_the_blocks_that_hold_a_visible_pair_and_trusts_only_full_ones`).
         some = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
         every = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
         if window is not None:
@@ -334,6 +347,8 @@ def _flex(device: str) -> Callable[..., Any]:
 
     if device != "cpu":  # one graph for passes of any length
         compile_cache.choose()
+        # Dynamic, since every pass has another number of nodes: one compilation for each shape would take longer than
+        # the passes.
         return cast(Callable[..., Any], torch.compile(flex_attention, dynamic=True))
 
     def eager(*args: Any, **options: Any) -> Any:
@@ -392,6 +407,8 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return f"it fails on {device.type} in {_short(dtype)} ({reason})"
         worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(computed, exact, strict=True))
+        # Not "greater": a NaN has to fail too. Each layout is tried here, forward and backward, on a tree with two
+        # branches, since kernels are refused or wrong on some devices only.
         if not worst <= max(2 * torch.finfo(dtype).eps, 1e-3):
             return f"it is {worst:.1g} off on {device.type} in {_short(dtype)}"
     return None

@@ -36,10 +36,13 @@ class ImageInputs:
         shown_images = [pack.images[token] for token in dict.fromkeys(token for token, _, _ in spans)]
         read = [self._patches(image) for image in shown_images]
         patches, grid = (torch.cat(parts).to(ids_N.device) for parts in zip(*read, strict=True))
+        # Each distinct image goes through the tower once, however many rows and turns show it: a screenshot in twenty
+        # turns is one forward and one backward pass.
         tokens = module.model.get_image_features(patches, grid).pooler_output
         by_token = {image.token: tokens_NH for image, tokens_NH in zip(shown_images, tokens, strict=True)}
         shown_NH = torch.cat([by_token[token] for token, _, _ in spans])
         places_N = torch.cat([torch.arange(start, stop) for _, start, stop in spans]).to(ids_N.device)
+        # Numbers of images lie beyond the embedding: looked up as they are, they would be out of its range.
         text_N = ids_N.masked_fill(ids_N >= images.FIRST, self._vision.placeholder)
         embedded_NH = module.get_input_embeddings()(text_N)
         embedded_NH = embedded_NH.index_copy(0, places_N, shown_NH.to(embedded_NH.dtype))

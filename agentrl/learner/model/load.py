@@ -71,8 +71,11 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
             transformers.utils.logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
+    # transformers unties such a model and trains the file's head; engines tie it and drop that head. Learner and
+    # engine would compute two models from one folder.
     _check_tied(module, folder)
     _check_tokens(module, folder)
+    # Logits of all nodes would be [N, V]: for 64k nodes and a vocabulary of 150,000 that is 39 GB in float32.
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise ModelError(f"{type(module).__name__} in {str(folder)!r} cannot compute logits of chosen positions only")
     return module
@@ -154,6 +157,8 @@ def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
         ranks.spread(model)
         return model
 
+    # The one place between "made on the meta device" and "weights are read": cut there, no rank ever holds more than
+    # its shard, which is why several ranks are taken at all.
     with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(laid)):
         yield {"distributed_config": DistributedConfig()}
 

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 _COPIES = 4  # of a block's logits in float32 that are held at once
 _BLOCK_BYTES = {"cpu": 4 << 20}  # of a block in float32: what a cache holds
+# A GPU needs millions of numbers at a time to be busy; a CPU is quickest with what stays in its cache.
 _BLOCK_BYTES_ELSEWHERE = 64 << 20  # on a device that needs much work at a time
 _PROBE = 200.0  # logits as large as a model may say, to see what becomes of them
 
@@ -78,8 +79,12 @@ def head_of(module: Any, run: Callable[[], Tensor], positions: int) -> OutputHea
     """How a transformers model gets from its last hidden states to its logits; None if it does anything else than to
     multiply and cap what a plain linear layer says of so many `positions`. `run` makes a pass and gives its logits."""
     layer, config = module.get_output_embeddings(), module.config.get_text_config()
+    # `type` and not `isinstance`: a subclass may compute something else (an adapter's, a quantised one), and its
+    # gradient is not that of a plain product.
     if type(layer) is not nn.Linear:
         return None
+    # Known numbers in the place of the layer's output show what the architecture does to logits: scales and caps are
+    # recognised by what they do, not by the model's name.
     probe_1PV = torch.linspace(-_PROBE, _PROBE, layer.out_features, device=layer.weight.device).expand(1, positions, -1)
     with overheard(layer, lambda _: probe_1PV) as heard:
         shaped_PV = run()
@@ -109,6 +114,8 @@ class Places:
 
     def __init__(self, row_I: Tensor, id_I: Tensor, counts_P: NDArray[np.int64] | None = None) -> None:
         """`counts_P` says on the host how many places are in each row, so that nobody has to wait for a device."""
+        # By row, so that the places of a chunk are one slice. Stable, so that the order, and with it each sum, is the
+        # same every time.
         order_I = row_I.argsort(stable=True)
         self.row_I, self.id_I, self.back_I = row_I[order_I], id_I[order_I], order_I.argsort()
         self._before_P = None if counts_P is None else np.concatenate([[0], counts_P.cumsum()])
@@ -200,6 +207,8 @@ class _Statistics(torch.autograd.Function):
                 own_I[own_span] = logprobs_bV[own_row, own_id]
                 entropy_P[rows][block] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
             del logits_CV
+        # A loss without an entropy term has no gradient for it: None spares a matrix of zeros of the vocabulary's
+        # size.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_PH, *parameters)
         ctx.head, ctx.asked = head, asked
@@ -235,6 +244,8 @@ class _Statistics(torch.autograd.Function):
                 )
             dhidden_PH[rows], *gradients = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
             del computed, logits_CV, own_CV, dlogits_CV
+            # The gradient of the output layer is a sum over chunks: added up in bfloat16, later chunks would vanish
+            # in it.
             wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             for total, gradient in zip(sums, wide, strict=False):
                 total += gradient
@@ -292,6 +303,8 @@ def _scatter(into_CV: Tensor, at: Sequence[Tensor], a_I: Tensor | None) -> None:
 
 def _add(into_X: Tensor, at_I: Tensor, what_I: Tensor) -> None:
     """Add each to its place, in the same order every time: of these two, each is deterministic on its device alone."""
+    # `index_add_` is deterministic on a CPU and atomic (in any order) on CUDA, `index_put_` with `accumulate` sorts
+    # on CUDA. A run under one seed must give the same bits.
     if into_X.device.type == "cpu":
         into_X.index_add_(0, at_I, what_I)
     else:

@@ -92,6 +92,8 @@ def choose(module: Any, targets: Sequence[str]) -> list[LoraTarget]:
     for part in chosen:
         whole_names = part.names - set(part.divided)
         targeted = [any(_named({name}, target) for target in targets) for name in part.divided]
+        # Gate and up are one tensor with one A: an adapter for half of it could not be written as a file that PEFT
+        # reads.
         if any(targeted) and not all(targeted) and not any(_named(whole_names, target) for target in targets):
             halves = " and ".join(repr(name.rpartition(".")[2]) for name in part.divided)
             raise ValueError(f"{part.name}.{part.parameter} is one tensor: name {halves}, or neither")
@@ -106,6 +108,9 @@ def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Pie
     by_stack: dict[str, list[Piece]] = {name: [] for name in stacks}
     with unset_fake_temporarily():  # numbers of rows, also for a model that has none
         for name, (experts, out, _) in stacks.items():
+            # A stack whose numbers are their own row: transformers divides it as it would divide weights, and what
+            # comes out says which row went where. A table for each architecture would be longer, and wrong for the
+            # next one.
             rows[name] = (len(owner) + torch.arange(experts * out)).view(experts, out, 1).expand(-1, -1, 2)
             owner += [name] * (experts * out)
         for name, numbers in revert_weight_conversion(module, rows).items():
@@ -268,6 +273,8 @@ def merged(module: Any) -> dict[str, Tensor]:
             key = f"{_below(name)}.{_parameter(layer)}"
             with _gathered(layer):
                 delta = _delta(layer)
+            # A copy: merging in place, and subtracting afterwards, would leave rounding in the frozen weights at
+            # every export.
             state[key] = state[key] + like(delta, state[key])
     return state
 
@@ -322,6 +329,8 @@ def write(module: Any, found: dict[str, Tensor], folder: Path, *, read_back: boo
             {_PREFIX + name: tensor for name, tensor in tensors.items()}, place / WEIGHTS, metadata={"format": "pt"}
         )
         _description(module, tensors).save_pretrained(place)
+    # Reading back takes as long as writing, so a run does it for each checkpoint and once for what travels at every
+    # step: names depend on the model, not on the numbers.
     if read_back or module not in _read_once:
         try:
             for adapter, place in _places(module, draft):
@@ -422,6 +431,8 @@ def _fill(views: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path) ->
     for name, view in views.items():
         view.copy_(tensors[name])
     for name, view in views.items():
+        # Two names in a file may be views of one shared A. If the file has two different ones, the later overwrote
+        # the earlier.
         if not torch.equal(view.cpu(), tensors[name].to(view.dtype)):  # another tensor overwrote it
             shared = "the model has one A for this and another part of an expert, the file two"
             raise ModelError(f"the adapter in {str(folder)!r} does not fit, {name}: {shared}")

@@ -53,6 +53,8 @@ class Critic:
         """If it is its `own`, `trunk` needs no output layer."""
         self._trunk, self.own = trunk, own
         self.head = nn.Linear(trunk.module.config.get_text_config().hidden_size, 1, device=trunk.device)
+        # At 0 a new critic changes nothing: advantages begin as those without one. A random head would push the
+        # policy around for as long as it takes to learn.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -106,6 +108,8 @@ class Follower:
         """`policy` is the module that learns."""
         self._follows = follows
         self._leaders: dict[str, nn.Parameter] = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        # From masters, in float32: the average of bfloat16 numbers moves only when a step is larger than their grid,
+        # and a decay of 0.999 would never see one (`test_an_average_follows_weights_in_bfloat16`).
         self._tensors: dict[str, Tensor] = {
             name: master(p).detach().float().clone() for name, p in self._leaders.items()
         }
@@ -136,9 +140,12 @@ class Follower:
             if is_sharded(leader):
                 its, ours = local(leader), local(tensor)
                 saved = its.clone()
+                # FSDP keeps the address of the shard: there the numbers have to move.
                 its.copy_(ours)
                 ours.copy_(saved)
             else:
+                # The two change places, and nothing is copied: a pass under the reference costs a pass, and no memory
+                # beside the copy that it is anyway.
                 self._tensors[name], leader.data = leader.data, tensor
 
     @torch.no_grad()
@@ -217,6 +224,8 @@ class Models:
             for name, folder in slots.frozen.items():
                 reference = reference_dir if name == REFERENCE and role is None else None
                 chosen = folder_of(folder) if folder else reference or begun
+                # A reference that is the model below the adapter needs no weights of its own: its pass runs with the
+                # adapter off (`test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one`).
                 below = bool(train.lora_rank) and chosen == begun
                 self.frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
             for name, follows in slots.moving.items():
@@ -269,6 +278,7 @@ class Models:
         )
 
     def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        # A matrix with one row is no map between two hidden spaces: making it orthogonal would only fix its length.
         outer = [] if self.critic is None else [self.critic.head.weight]
         models = self.language_models()
         for model in models:
@@ -341,7 +351,10 @@ class Models:
         learning rates. Returns the gradient norm of the first model before clipping. If a gradient or `loss` is not
         finite, nothing changes, and it returns None. The host waits for the device once, to read all of these."""
         norms = torch.stack([self._clip(name).double() for name in names])
+        # All in one transfer: each `float()` would wait for the device by itself, in a place where the next step's
+        # kernels could already be queued.
         read = torch.cat([norms, loss.to(norms).view(1)]).tolist()
+        # All models or none: the policy's update without the critic's would leave them at two different steps.
         if not all(map(math.isfinite, read)):
             self.zero_grad()
             return None
@@ -408,6 +421,7 @@ class ModelPasses:
             entropy_grad=pack.algo.entropy_gradient,
             roots=self._roots_of(policy_of(pack.policy), self._models.of(pack.policy), pack),
         )
+        # While a critic warms up the policy must not move, not even its trunk through the critic's loss.
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
         critic_roots = None
         if critic is not None and critic.own:  # its own routers choose

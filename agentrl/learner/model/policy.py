@@ -139,7 +139,10 @@ class PolicyModel:
             lora.add_roles(self.module, roles)
         if frozen:
             self.module.requires_grad_(False)
+        # After adapters and dtypes: FSDP takes over the parameters that it finds, and any that comes later is whole
+        # on every rank.
         ranks.cut(self.module, torch.float32 if self._narrow else dtype)
+        # The checks judge the model below: what they compare must not depend on an adapter.
         with lora.switched_off(self.module):
             self.obstacle = _obstacle(self.module, layers := Names())
             self._head, self.routers = _check(self.module, folder, self.obstacle)
@@ -161,8 +164,12 @@ class PolicyModel:
             dtype,
             _shape(self.module, ranks.tensor),
         )
+        # The engine samples without dropout. With it, the log-prob of a fresh token would differ from the engine's at
+        # random, and every ratio with it.
         _without_noise(self.module, folder)
         if checkpointing:
+            # The reentrant kind computes no gradients where no input of a layer needs one, as behind a frozen
+            # embedding under an adapter.
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if compiled:
             _compile(self.module, self.device)
@@ -176,6 +183,8 @@ class PolicyModel:
         """The stem of a pass, for that and the others that have it."""
         assert pack.stem is not None and self.has_stems, "the learner asks"
         computing, roots = _computing(self.device, self.dtype), Roots()
+        # The balance loss counts a token for each of its rows. A stem does not know how many rows its passes have, so
+        # it counts once, and each pass multiplies (`RouterRecord.begin`).
         once = replace(pack, routes=pack.routes and pack.routes.once())
         stem = self._ranks.portion(once, (0, len(pack.stem)))
         quiet = overheard(self._layer, _nothing)
@@ -219,6 +228,8 @@ class PolicyModel:
         portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if sampled_sets is None else sampled_sets.sets()
         if len(ids_M):
+            # The sampled token and the members of its set in one reading of the logits: a second pass over [P, V]
+            # would double what is the largest part of a small model's step.
             own_places = Places(
                 torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M])
             )
@@ -235,6 +246,8 @@ class PolicyModel:
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
         if sampled_sets is None or not len(ids_M):
             return logprobs_K, entropy_K, observed_O, hidden_PH
+        # The set's mass under the current policy: subtracted, the log-prob is that of the truncated distribution the
+        # token was drawn from, and the ratio is 1 on policy.
         restricted_M, mass_K = normalised(logprobs_M, of_M, len(logprobs_K))
         with nullcontext() if entropy_grad else torch.no_grad():
             own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
@@ -390,6 +403,8 @@ def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManag
 def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     """Inside, each layer computes in float32 with its weights rounded to `dtype`; only one layer's are copied at a
     time."""
+    # By hooks around each layer, so that one layer's rounded copy is held at a time. Rounding the whole model would
+    # take its memory once more, at each version, on the GPU that is full anyway.
     originals: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def before(part: nn.Module, _: object) -> None:
@@ -447,6 +462,8 @@ def _logits_of_rows(
             place = nodes + (len(branch.path) - branch.stop)
             row = token_ids_N[branch.path][None]
             routing = {} if routes is None else {"routes": routes.at(branch.path)}
+            # Rotary caches that grow with the longest row so far would make a row's numbers depend on those before
+            # it.
             restart(module)
             logits.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **routing).logits[0])
     return torch.cat(logits)
@@ -474,6 +491,7 @@ def _compile(module: Any, device: torch.device) -> None:
             "train.compile", True, f"this machine has no C++ compiler {compiler!r}: install it, or give false"
         )
     compile_cache.choose()
+    # Each pass has another tree: compiled with it, a layer would be compiled anew for each.
     AttentionInterface.register(ATTENTION, cast(Any, torch.compiler.disable(tree_attention)))
     for part in module.modules():
         if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers
@@ -501,6 +519,8 @@ def _obstacle(module: Any, layers: Names) -> str | None:
     shortened during the check, so that a long one costs nothing. Afterwards it has the attention that it needs, and
     `layers` have been heard once."""
     device = next(module.parameters()).device
+    # Rows of several (shortened) windows, with a branch inside of one: a wrong window, a wrong position and a leak
+    # between siblings all change these logits.
     shared, alone = 3 * _SHORT, 2 * _SHORT
     n = shared + 2 * alone
     numbers = torch.arange(n, device=device)
@@ -510,6 +530,7 @@ def _obstacle(module: Any, layers: Names) -> str | None:
     depth_N = torch.cat([numbers[: shared + alone], numbers[shared : shared + alone]])
     module.eval()
     try:
+        # First, by names: a few tokens may agree by chance where a layer's recurrent state is nearly empty still.
         _check_layers(module)
         if detect_fake_mode() is not None:  # there are no numbers to compare
             return None
@@ -519,6 +540,8 @@ def _obstacle(module: Any, layers: Names) -> str | None:
             for path in paths:
                 if not _close(_row(module, tokens_N[path]), tree_NV[path]):
                     raise ValueError("logits differ from those of single rows")
+    # Whatever goes wrong in here, the model can still be trained row by row, by its own attention. That costs time,
+    # and its numbers are right; `obstacle` says which of the two a run has.
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         _use_own_attention(module, [tokens_N[path] for path in paths], shared)
         return next(iter(str(error).splitlines()), type(error).__name__)
@@ -557,6 +580,8 @@ def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None
     same = all(
         _close(logits, exact) for other in by_attention.values() for logits, exact in zip(other, eager, strict=True)
     )
+    # sdpa only if all three agree: transformers' sdpa leaves out what it does not know without a word, and the strict
+    # one finds that by raising.
     _attend(module, "sdpa" if same and len(by_attention) == 3 else "eager")
     if not _close(eager[0][:shared], eager[1][:shared]):
         raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
@@ -606,6 +631,8 @@ def _without_noise(module: Any, folder: Path) -> None:
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
         for name, value in list(getattr(owner, "__dict__", {}).items()):
+            # By the names of numbers, in modules and configurations: dropout is a layer in some families and an
+            # argument of a function in others. The pass below finds what this misses.
             if isinstance(value, float) and any(noise in name for noise in _NOISE):
                 setattr(owner, name, 0.0)
     if detect_fake_mode() is None:
@@ -628,6 +655,7 @@ def _without_noise(module: Any, folder: Path) -> None:
 def _tokens(module: Any, n: int) -> Tensor:
     """So many token ids of the model's vocabulary, the same every time."""
     numbers = torch.arange(n, device=next(module.parameters()).device)
+    # Distinct, without a period, and without a random state: two ranks must try the same tokens.
     return (7 * numbers + numbers**2 // 5 + 3) % module.config.get_text_config().vocab_size
 
 

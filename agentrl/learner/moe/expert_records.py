@@ -71,6 +71,8 @@ def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
         data = data.reshape(-1, turn.layers, turn.per_token)[: max(0, size - turn.start)]
         if chosen_TLK is None:
             chosen_TLK = np.full((size, turn.layers, turn.per_token), UNTOLD, dtype=np.int16)
+        # An engine that was attached anew may serve another model. Its turns count as untold, and are counted so;
+        # refused here, one such turn would end the step.
         if data.shape[1:] == chosen_TLK.shape[1:]:
             chosen_TLK[turn.start : turn.start + len(data)] = data
     return None if chosen_TLK is None else torch.from_numpy(chosen_TLK)
@@ -92,6 +94,7 @@ def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SL
             continue
         before_TLK = chosen_NLK[path]
         new_T, own_T = (before_TLK < 0).any(-1).any(-1), ~(chosen_TLK < 0).any(-1).any(-1)
+        # Sorted, since the order of a token's experts is that of their scores, and says nothing of which they are.
         differs_N[path] |= ~new_T & own_T & (before_TLK.sort(-1)[0] != chosen_TLK.sort(-1)[0]).any(-1).any(-1)
         chosen_NLK[path[new_T]] = chosen_TLK[new_T]
     differs_N[: 0 if stem_SLK is None else len(stem_SLK)] = False
@@ -106,6 +109,7 @@ def fitted(routes: Routes, shape: ExpertShape) -> Routes:
     own_NMK = chosen_NLK[:, list(shape.mixed)]
     known_N = ((own_NMK >= 0) & (own_NMK < shape.experts)).all(-1).all(-1)
     ordered_NMK = own_NMK.sort(-1)[0]
+    # An expert named twice would be computed once and weighed twice.
     known_N &= ~(ordered_NMK[..., 1:] == ordered_NMK[..., :-1]).any(-1).any(-1)
     return replace(routes, chosen_NLK=torch.where(known_N[:, None, None], chosen_NLK, UNTOLD))
 

@@ -139,6 +139,8 @@ class Routers:
                 run(Routes(chosen_NLK=None, rows_N=rows_T))
             except TypeError as error:  # it takes no further arguments
                 return next(iter(str(error).splitlines()), "TypeError")
+        # Tried, and not looked up in the configuration: the number of `topk` calls and what they are over show
+        # whether a replay would do what it says.
         sizes = {(len(load_E), int(load_E.sum()) // tokens) for load_E in heard.load.values()}
         if len(heard.load) != len(self._gates) or len(sizes) != 1:
             return f"{type(self._gates[0][1]).__name__} does not choose experts by one topk"
@@ -150,7 +152,10 @@ class Routers:
     def _enter(self, _: nn.Module, args: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A layer begins, in a pass or once more for its gradients. Transformers hands the argument `routes` on to it,
         as it does all that a model does not know."""
+        # At each layer, and not once a pass: gradient checkpointing runs a layer again later, when another pass may
+        # have begun.
         self._routes = given.get("routes")
+        # Taken out here: the attention below refuses arguments that it does not know.
         return args, {name: argument for name, argument in given.items() if name != "routes"}
 
     def _forward(self, at: int, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -163,6 +168,8 @@ class Routers:
         if len(choosing.seen) == 1:
             scores_TE, index_TK, best_TK = choosing.seen[0]
             with nullcontext() if routes.pull_ME is not None else torch.no_grad():
+                # Outside of "is anybody listening": a backward pass that computes the layer again must build the same
+                # graph, or its saved tensors do not match.
                 mass_E = (routes.rows_N[:, None] * scores_TE.float()).sum(0)  # also where a backward pass recomputes it
             if self._heard is not None:
                 self._heard.mass[at] = self._heard.mass[at] + mass_E if at in self._heard.mass else mass_E
@@ -216,6 +223,8 @@ class _Choosing(TorchFunctionMode):
         index_TK = best_TK = cast(Tensor, result.indices)
         if self._chosen_TK is not None:
             index_TK = torch.where(self._chosen_TK < 0, best_TK, self._chosen_TK)
+            # The current scores of the replayed experts: the weight of each is the learner's own, so that gradients
+            # reach the router; only the choice is the engine's.
             result = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
         self.seen.append((scores_TE, index_TK, best_TK))
         return result

@@ -92,6 +92,7 @@ def prepared(packs: Sequence[Pack], routers_of: RoutersOf, routed_experts: bool 
             ready.append(replace(pack, routes=fitted(routes, routers.shape)))
     needed = sum(int(pack.routes.rows_N.sum()) for pack in ready if pack.routes)
     lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in ready if (routes := pack.routes))
+    # Before anything of the step is computed: half a step trained with other experts could not be taken back.
     if routed_experts == "required" and lacking:
         raise RunFailed(
             f"engine.routed_experts = 'required', and {lacking} of {needed} tokens have no journaled experts that the "
@@ -123,6 +124,8 @@ def pulled(
         for place, routers, routes in routed:
             load_ME = torch.stack([counts.to(routes.rows_N.device) for counts in loads.values()]).sum(0)
             tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
+            # Over tokens of the whole update, of all passes and ranks: f and P are both divided by T, hence the
+            # square. In float64 up to here, since T is millions.
             scale = weight * routers.shape.experts / len(load_ME) / tokens**2
             updated[place] = replace(part[place], routes=replace(routes, pull_ME=(scale * load_ME).float()))
     return updated

@@ -10,6 +10,8 @@ from agentrl.config.train import Train
 def lr_share(train: Train, step: int) -> float:
     """The share of `train.lr` that step number `step` (from 1) has, above 0 and at most 1."""
     if step <= train.warmup_steps:
+        # Never 0, and not yet 1: the first step would train nothing, and the last of the warm-up would be the first
+        # at the full rate.
         return step / (train.warmup_steps + 1)
     # A decay to 0 reaches it in the step after the last: a step at a rate of 0 would train nothing.
     last = train.steps - train.warmup_steps - (1 if train.lr_min else 0)

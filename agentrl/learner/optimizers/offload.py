@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentrl.learner.model.models import Models
 
+# A copy of a small tensor costs its launch, and its memory would not be missed.
 _LEAST = 1 << 16  # bytes; smaller tensors stay: norms and biases
 
 
@@ -33,6 +34,8 @@ class Parking:
         self._device = models.policy.device
         self._places: dict[int, Tensor] = {}  # in host memory, by the id of the tensor
         self._away: list[Tensor] = []
+        # Ids of objects that the optimizer and the models hold for as long as they are listed here: none is freed and
+        # given to another tensor meanwhile.
         self._begun: set[int] = set()  # ids of tensors whose copies to host memory have begun
         cuda = self._device.type == "cuda"
         self._beside = torch.cuda.Stream(self._device) if cuda else None
@@ -57,6 +60,8 @@ class Parking:
         for tensor in away:
             self._copy_out(tensor)
         if self._beside is not None:
+            # Before a tensor is pointed at its copy: the copies are asynchronous, and the device's memory is given
+            # away right after.
             self._beside.synchronize()
         for tensor in away:
             tensor.data = self._places[id(tensor)]
@@ -70,6 +75,8 @@ class Parking:
     def back(self) -> None:
         """Come back: weights are there at once, for what comes next on the device, and the rest before an update."""
         weight_ids = {id(tensor) for tensor in (*self._of_models(), *self._models.masters())}
+        # Weights first: the forward pass needs them at once, moments not before the first update, by when they have
+        # come in the background.
         ordered = sorted(self._away, key=lambda tensor: id(tensor) not in weight_ids)
         here = [torch.empty_like(tensor, device=self._device) for tensor in ordered]
         self._follow()
@@ -91,6 +98,8 @@ class Parking:
         frees none, and stays."""
         seen = set[int]()
         for tensor in tensors:
+            # Only if the tensor is all of its storage: to move one of two views would free nothing and tear them
+            # apart.
             is_worth_moving = tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least
             if is_worth_moving and tensor.device.type == self._device.type and id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -59,6 +59,7 @@ def make(
     """The optimizer of `parameters`. `outer` are the ids of embeddings and output layers, `vectors` those of parameters
     that are no matrices, whatever their dimensions: see `agentrl.learner.optimizers.parameter_roles`. Raises
     ConfigError if the optimizer is not installed."""
+    # Ids of masters, since these are what the optimizer sees: sets of ids of the parameters would match none of them.
     wholes = [cast(nn.Parameter, master(parameter)) for parameter in parameters]
     outer, vectors = (
         {id(whole) for parameter, whole in zip(parameters, wholes, strict=True) if id(parameter) in ids}
@@ -86,6 +87,8 @@ def lr_of(optimizer: Optimizer) -> float:
 def _decayed(parameters: Sequence[nn.Parameter], decay: float, matrices: Collection[int]) -> list[dict[str, Any]]:
     """Groups for an optimizer: weight decay is of matrices, not of norms and biases. Parameters stay in their order, by
     which a checkpoint knows them."""
+    # Runs of neighbours, and not two groups: a checkpoint numbers parameters by their order over all groups, and two
+    # groups would renumber them whenever decay is switched on.
     runs = groupby(parameters, key=lambda one: decay if id(one) in matrices else 0.0)
     return [{"params": list(run), "weight_decay": weight_decay} for weight_decay, run in runs]
 
@@ -117,11 +120,14 @@ def _of(
         inner = [
             parameter
             for parameter in parameters
+            # Fused experts have three dimensions: Newton-Schulz would make the stack orthogonal, and not each expert.
             if parameter.dim() == 2 and id(parameter) in matrices and id(parameter) not in outer
         ]
         others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in inner)]
         parts: list[Optimizer] = []
         if inner:
+            # Scaled to AdamW's update size (Liu et al. 2025), so that `train.lr` means the same for both, and for the
+            # embeddings that AdamW updates beside it.
             rule = {"weight_decay": decay, "momentum": _MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
             parts.append(_muon(over=is_sharded(inner[0]))(inner, lr=lr, **rule))
         if others:
@@ -161,6 +167,7 @@ class CombinedOptimizer(Optimizer):
     def _share(self) -> None:
         groups = iter(self.param_groups)
         for part in self.parts:
+            # One dictionary for all parts: a checkpoint then is that of a single optimizer, whatever it consists of.
             part.state = self.state
             part.param_groups = [next(groups) for _ in part.param_groups]
 
@@ -194,6 +201,8 @@ class ParameterwiseOptimizer(CombinedOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         del closure
+        # In a group, since groups are saved: the random rounding after a restart goes on with the numbers that would
+        # have come.
         self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
         for part in self.parts:
             groups = part.param_groups
@@ -216,6 +225,8 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         parameters = [self.parameters[self._at[id(whole)]] for whole in wholes]
         here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, parameters, strict=True)]
         states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, parameters, strict=True)]
+        # The optimizer is shown one parameter at a time, with its state under that tensor. Its own code then runs
+        # unchanged, and no more than one parameter's moments are on the device.
         group["params"], part.state = here, defaultdict(dict, zip(here, states, strict=True))
         part.step()
         for whole, parameter, updated, state in zip(wholes, parameters, here, states, strict=True):
@@ -248,6 +259,8 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         self.state[whole] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
+        # Without the state: torch would bring all of it to the parameters' device at once, which offloading is there
+        # to avoid.
         super().load_state_dict({**state_dict, "state": {}})
         wholes = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, saved in state_dict["state"].items():
@@ -281,6 +294,8 @@ def _home(value: Any, before: Tensor | None, *, pinned: bool) -> Any:
 def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Tensor:
     """bfloat16 below or above each float32, at random so that the mean is the value: the bits that it loses are a
     number that is carried with its probability."""
+    # By update and parameter, and not from the global state: the same numbers however many parameters were updated
+    # before, and after a restart. (Tuples of ints hash alike in every process.)
     random = torch.Generator(values.device).manual_seed(hash(seed) & 0x7FFFFFFF)
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=random)
@@ -302,6 +317,7 @@ class Muon(torch.optim.Muon):
 
     def rounds(self, matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Divide `matrices` into rounds, largest first: as many as there are ranks are updated together."""
+        # By the cost of Newton-Schulz, which is that of products with the smaller side.
         order = sorted(matrices, key=lambda one: (one.numel() * min(one.shape), one.shape), reverse=True)
         size = distributed.get_world_size()
         return (order[start : start + size] for start in range(0, len(order), size))
@@ -344,6 +360,8 @@ def _with_gradients(matrices: Sequence[Tensor]) -> list[Tensor]:
         [matrix.grad is not None for matrix in matrices], dtype=torch.int32, device=local(matrices[0]).device
     )
     with named("which matrices have gradients"):
+        # All ranks must enter the same rounds: a role's matrix without rows on one rank would leave the others
+        # waiting for it.
         distributed.all_reduce(has, distributed.ReduceOp.MAX)
     return [matrix for matrix, any_has in zip(matrices, has.tolist(), strict=True) if any_has]
 

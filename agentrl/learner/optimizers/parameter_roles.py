@@ -58,6 +58,8 @@ def is_matrix(module: nn.Module, name: str) -> bool:
     if isinstance(module, _LINEAR):
         return name == "weight"
     kind = type(module).__name__
+    # By the class's name, since every family has a norm class of its own. A norm's weight is near 1 for a reason:
+    # decay would pull it to 0.
     if _NORM.search(kind):
         return False
     return bool(_MATRIX.fullmatch(name)) or (name in _ATTENTION and "Attention" in kind)

@@ -36,6 +36,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 _HEAD = struct.Struct("qq")
+# Of one width, so that a name is written and read in place, without a lock between processes.
 _NAME = struct.Struct("112s")
 _PLACES = 256
 _KEPT = _PLACES - 1  # the latest names of a rank; it writes the next one before it counts it
@@ -69,6 +70,7 @@ class Ledger:
         """Raises OutOfStep if another rank's collective of the same number has another name."""
         self._count += 1
         _NAME.pack_into(self._memory, self._place(self._rank, self._count), name.encode()[: _NAME.size])
+        # First the name, then the count: a reader that sees the new count finds the name that goes with it.
         self._write(0)
         self._compare()
         self._write(1)
@@ -82,6 +84,7 @@ class Ledger:
             if self._counted(rank) < self._count:
                 continue  # it will compare
             name = self._name(rank, self._count)
+            # A rank that is a whole ring ahead has overwritten this name: there is nothing left to compare.
             if name != own_name and self._counted(rank) < self._count + _KEPT:
                 raise OutOfStep(
                     f"collective {self._count} of rank {self._rank} is {own_name!r}, that of rank {rank} {name!r}: "

@@ -62,6 +62,8 @@ def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32)
         part.register_parameter(name, hollow[parameter])
     names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    # Only layers that the model does nothing else with than call: one whose weight is read elsewhere (tied, or
+    # normalised by hand) would be read rounded.
     apart = dict.fromkeys(linear_layers(module), meshes.ranks) if narrow else {}
     apart |= {part: how.column for (part, _), how in cut.items()}
     for layer in layers:
@@ -97,6 +99,8 @@ def _fully(
     assert isinstance(first, FSDPModule)
     first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}", dtype)))
     first.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
+    # FSDP averages gradients over ranks by default. Here each rank has its part of one loss, whose shares were fixed
+    # for the whole step (`data.shares`), so they are added up.
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)
 
@@ -177,10 +181,12 @@ def clipped(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
     shards = [local(grad) for grad in grads]
     norm = nn.utils.get_total_norm(shards)
     if any(is_sharded(grad) for grad in grads):
+        # In float64, since squares of large norms overflow float32 long before the norm itself does.
         square = norm.double().square()
         with named("a norm"):
             distributed.all_reduce(square)
         norm = square.sqrt().to(norm.dtype)
+    # A tensor throughout: nothing is read on the host, so the clip does not wait for the device.
     share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
     torch._foreach_mul_(shards, share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return norm
@@ -196,6 +202,8 @@ def reshard(module: nn.Module) -> None:
 def settled(module: nn.Module) -> Generator[None]:
     """Around a pass and what is made of it: without gradients, no backward pass comes."""
     yield
+    # Without gradients nothing triggers FSDP's own reshard of the outermost part, and the gathered output layer would
+    # stay in memory beside the next pass.
     if not torch.is_grad_enabled():
         reshard(module)
 

@@ -100,6 +100,8 @@ def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], P
     for path, part, style in _planned(module, plan):
         if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
             continue
+        # Refused by name: an unknown style computed as if it were whole gives wrong sums, which look like a badly
+        # trained model.
         if style not in _WAYS or type(part) is not nn.Linear:
             raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
         for parameter_name, parameter in part.named_parameters():
@@ -221,8 +223,10 @@ class Experts:
         self._owners = meshes.expert["expert"] if apart and meshes.expert is not None else None
         self._adapters = list(adapters) if self._owners is not None else []
         if self._owners is not None:
+            # transformers' own loop over experts reads this number, and its stack has so many on this rank.
             part.num_experts //= self._owners.size()
         for adapter in self._adapters:
+            # PEFT would add a whole delta to a stack of which only a part is here.
             adapter.forward = adapter.base_layer.__call__
 
     def __call__(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -235,12 +239,16 @@ class Experts:
         own_TH = self._combined(states_TH[start:stop], index_TK[start:stop], weight_TK[start:stop])
         if self._row is None:
             return own_TH
+        # Each rank has its tokens and zeros elsewhere, so that a sum joins them: an all-gather would need another
+        # collective in the backward pass than in the forward.
         padded_TH = functional.pad(own_TH, (0, 0, start, size - stop))
         return added_up(padded_TH, self._row.get_group(), f"adding up {self._name}")
 
     def _combined(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """A token's experts each compute a row of it, on the ranks that have them."""
         top_k, width = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
+        # Sorted by expert, so that what goes to a rank, and to each of its experts, is one slice. Stable, for the
+        # same bits each time.
         order_R = index_TK.flatten().argsort(stable=True)
         count_E = index_TK.new_zeros(self._part.num_experts * width)
         sent_E = count_E.index_add(0, index_TK.flatten(), torch.ones_like(index_TK).flatten())
@@ -249,6 +257,8 @@ class Experts:
             answers_RH = self._computed(rows_RH, sent_E[None])
         else:
             group = self._owners.get_group()
+            # Counts first: the receiver has to know how much room the tokens need. This is the one place where the
+            # host waits for the device in a layer.
             taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
             sent, taken = self._rows(sent_E.view(width, -1), taken_WE, len(rows_RH))
             given_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")

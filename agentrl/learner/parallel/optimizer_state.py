@@ -36,6 +36,8 @@ Shards = Mapping[str, tuple[tuple[int, ...], Tensor]]
 """What a rank has of each tensor, and where in the tensor it begins."""
 
 _DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+# Left to the end, one sync would block for all of it, without a sign of progress, and the supervisor might take the
+# learner for hanging.
 _SYNCED: Final = 64 << 20  # bytes that wait in memory for the disk
 
 
@@ -87,10 +89,12 @@ def write(folder: Path, rank: int, found: Shards, progress: Callable[[], object]
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    # `x`: two processes of one rank would be a fault in the start of ranks, and must not write into one file.
     with file_of(folder, rank).open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         waiting = 0
         for _, tensor in found.values():
+            # One tensor at a time in host memory: torch's writer copies all before it writes any.
             data = memoryview(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
             for first in range(0, len(data), _SYNCED):
                 waiting += file.write(data[first : first + _SYNCED])

@@ -32,6 +32,7 @@ def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> 
     """The passes of each of `size` ranks, as many for each."""
     if size == 1:
         return [[Pass(place, pack) for place, pack in enumerate(packs)]]
+    # The dearest first, so that the passes of a round cost about the same: a round takes as long as its dearest pass.
     remaining = sorted(range(len(packs)), key=lambda place: -cost(packs[place]))
     shares: list[list[Pass]] = [[] for _ in range(size)]
     while remaining:
@@ -39,6 +40,8 @@ def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> 
         for start in range(0, len(alike), size):
             turn = alike[start : start + size]
             for rank, share in enumerate(shares):
+                # The last pass again, with a gradient that counts 0 times: the rank has to enter the same collectives
+                # as the others.
                 place = turn[min(rank, len(turn) - 1)]
                 share.append(Pass(place, packs[place], counts=rank < len(turn)))
         remaining = [place for place in remaining if place not in alike]

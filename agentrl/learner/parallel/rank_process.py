@@ -33,6 +33,8 @@ def serve(
 ) -> None:
     """Do what rank 0 says on `line`, until it ends the process."""
     orders: queue.SimpleQueue[BuildWorker | RankOrder[RankWorker, object]] = queue.SimpleQueue()
+    # A thread, since the main one may be inside a collective for a long time: when rank 0 ends, its end of the socket
+    # closes, and this thread ends the process (law 4).
     threading.Thread(target=_listen, args=(line, orders), name="orders", daemon=True).start()
     send(line, RankReply())
     try:
@@ -65,6 +67,7 @@ def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[Any]) -> None:
 
 def main() -> None:
     rank, size, line, ledger, meeting, device, wait_s = sys.argv[1:]
+    # Ctrl-C reaches all processes of a terminal. Rank 0 decides what it means, and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log

@@ -61,6 +61,8 @@ class RankReply:
 
 def send(line: Connection[Any, Any], what: object) -> None:
     """Send an object by value: torch would have tensors shared between the processes, by files."""
+    # Pickle is safe here: the socket is a pair that only these two processes have. The store in `join` lies in a file
+    # for the same reason.
     line.send_bytes(pickle.dumps(what))
 
 
@@ -512,6 +514,8 @@ class Leader:
     def _start(self, rank: int, ledger: int, arguments: tuple[Path, str]) -> OtherRank:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
+            # A timeout of the kernel's: `send_bytes` of a large order blocks inside a system call that no Python
+            # deadline reaches.
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
         argv = [rank, self.size, theirs.fileno(), ledger, *arguments, self._deadline_s]
         with theirs:
@@ -520,6 +524,8 @@ class Leader:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), ledger),
                 env={
+                    # A rank computes; it needs no key of an engine or a store, and its environment can be read by the
+                    # user's other processes.
                     **SECRETS.without(os.environ),
                     "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
                 },
@@ -562,6 +568,8 @@ class Leader:
         shard(module, self._member.meshes, dtype)
         key, began = self._member.arrive(), time.monotonic()
         while not self._member.store.check([key]):
+            # Polled by hand, since a wait of the store would go on for `start_s` after a rank has died while it read
+            # its weights.
             if any(other.process.poll() is not None for other in self._others):
                 raise EOFError
             if time.monotonic() - began > self._start_s:
@@ -573,6 +581,7 @@ class Leader:
         """Raises RankLost, also for what an order raises on another rank, and what it raises on this one."""
         with self._working():
             self._order(orders)
+            # Rank 0 works as well, in this thread, after all others have their orders: they meet in its collectives.
             result = orders[0].run(worker)
             return [result, *[cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]]
 
@@ -594,6 +603,7 @@ class Leader:
         self._closed.set()
         for other in self._others:
             other.line.close()
+            # At once: a rank has nothing to finish. What it has written counts only once rank 0 has settled it.
             other.process.kill()
             other.process.wait()
         collectives.keep(None)
