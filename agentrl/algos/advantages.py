@@ -45,9 +45,13 @@ def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tenso
     n = int(judges_G.sum())
     if n == 0:
         return torch.zeros_like(returns_G)
+    # A group whose returns are all 0.7 must give exactly 0: the mean of seven 0.7s is not 0.7 in floating point, and
+    # a rest of 1e-17 over a tiny deviation is an advantage. Any one return will do as the origin.
     pivot = returns_G[judges_G][0]
     total = torch.where(judging_G, returns_G - pivot, 0.0).sum(0)
     centred_G = torch.where(mask_G, returns_G - pivot, 0.0) - total / n
+    # r_i - mean of the others = (r_i - mean of all) n / (n - 1): one multiplication instead of a mean for each
+    # member. A late member is in no mean, so it needs no factor.
     if kind == "leave_one_out" and n > 1:
         centred_G = torch.where(judging_G, centred_G * (n / (n - 1)), centred_G)
     return torch.where(mask_G, centred_G, 0.0)
@@ -85,10 +89,14 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
         away_GT = shifted_GT - shifted_GT[judges_G].mean(0)
         squares_T = away_GT[judges_G].square().sum(0)
         of_turns_T = (squares_T / (n - 1)).sqrt()
+        # From any turn on, not only over whole returns: rewards that cancel in the sum may still differ in the
+        # middle.
         has_spread = (of_turns_T > ROUNDING).any()
         divisor = torch.maximum(of_turns_T[0], of_turns_T.amax() / SLACK) + STD_FLOOR
         with_GT = ((squares_T + away_GT.square() * n / (n + 1)) / n).sqrt()
         with_G = torch.maximum(with_GT[:, 0], with_GT.amax(1) / SLACK) + STD_FLOOR
+    # A late member among judges that are nearly equal would be divided by next to nothing: one outlier would rule its
+    # step. `tests/algos/test_late_scale.py` has the bound, and where outcomes of 0 and 1 never meet it.
     divisor_G = torch.where(judges_G, divisor, torch.maximum(divisor, with_G / SLACK))
     return torch.where(has_spread, divisor_G, torch.inf)
 
@@ -127,6 +135,8 @@ def state_advantages(
         with_N = (with_N / (together_N - 1).clamp(min=1)).sqrt()
         larger_N = torch.where(judging_N, deviation_N, torch.maximum(deviation_N, with_N / SLACK))
         divisor_N = torch.where((count_N > 1) & (deviation_N > ROUNDING), larger_N + STD_FLOOR, torch.inf)
+    # The sums of the judged member's own visits are taken off: an episode that meets a state twice would otherwise
+    # judge its first action by what followed it.
     if baseline == "leave_one_out":
         count_N = torch.where(judging_N, count_N - own_count_N, count_N)
         mean_N = torch.where(judging_N, sum_N - own_sum_N, sum_N) / count_N.clamp(min=1)

@@ -124,6 +124,8 @@ class Algorithm(BaseModel):
     """Defines an algorithm by its settings and the methods that a learner calls. It is immutable and has no state
     between steps."""
 
+    # Strict, since TOML has types: `group_size = "8"` is a mistake worth a line. Frozen, since ranks, the store and
+    # the page compute with copies that must stay equal.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
     unused: ClassVar[frozenset[str]] = frozenset()
@@ -158,6 +160,8 @@ class Algorithm(BaseModel):
         return {"kind": self.kind, **serialize(self)}
 
     @model_validator(mode="after")
+    # A setting that a kind ignores is refused, and not dropped in silence (law 8): a run with `clip_low` under SAPO
+    # would be reported as a comparison of clips.
     def _without_unused(self) -> Self:
         for name in sorted(self.unused):
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -44,6 +44,8 @@ class CISPO(GRPO):
         return outputs.logprobs_K - (tokens["behaviour"] if self.corrects else tokens["proximal"])
 
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        # Detached: the ratio is a weight here, and the gradient goes through log pi alone. That is why a token beyond
+        # the bound still has one.
         ratio_K = self.log_ratio(tokens, outputs).detach().exp()
         weight_K = ratio_K.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight_K * tokens["advantage"] * outputs.logprobs_K, weight_K != ratio_K

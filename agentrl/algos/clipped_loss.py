@@ -140,6 +140,7 @@ class Clipped(Algorithm):
             low, high = getattr(self, name)
             if low >= high:
                 raise ValueError(f"{name} = {[low, high]}: the first must be below the second")
+        # Weights that are all 1 are within any bounds: the setting would do nothing, and look as if it did.
         if self.importance_mode == "mask" and self.importance == "none":
             raise ValueError("importance_mode = 'mask' and importance = 'none': give importance = 'token'")
         return self
@@ -241,6 +242,11 @@ class Clipped(Algorithm):
         floor, cap = self.importance_bounds
         return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
 
+    # Why old tokens have a second clip. With one update a step the ratio to the step's start is 1, so PPO's clip
+    # never cuts: nothing holds a policy back that learns, for eight steps, from tokens that all say the same, since
+    # the first of these steps cannot be seen in the data of the others. For a token that is older than `OLD` steps
+    # the clip therefore holds from the policy that sampled it as well. The price is a bias towards smaller steps for
+    # these tokens alone; `benchmarks/learning.md` has runs with it and without.
     def _held(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
         """Which tokens are clipped from the policy that sampled them, too: bool [K], or None if none are."""
         import torch
@@ -265,6 +271,8 @@ class Clipped(Algorithm):
         if held_K is not None:
             moved_K = (outputs.logprobs_K.detach() - tokens["behaviour"]).exp() - 1
             far_K = held_K & torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
+            # Detached and not set to 0: the value of the loss stays comparable with that of other steps, only the
+            # gradient is gone.
             surrogate_K, clipped_K = torch.where(far_K, surrogate_K.detach(), surrogate_K), clipped_K | far_K
         log_ratio_K = self.log_ratio(tokens, outputs).detach()
         if held_K is not None:  # the side of a cut is that of the ratio that cut: with one update a step it is this one
@@ -275,6 +283,8 @@ class Clipped(Algorithm):
         importance_K = self.correction(tokens)
         total = policy_loss(
             surrogate_K,
+            # A rejected episode counts 0 and stays in the normalisation: to divide by what is left would make the
+            # other episodes weigh more exactly when many are bad.
             tokens["weight"] * tokens["kept"] if "kept" in tokens else tokens["weight"],
             importance_K,
             kl_T=kl_K,
@@ -287,6 +297,8 @@ class Clipped(Algorithm):
             assert outputs.observed_O is not None and outputs.observed_weight_O is not None
             observation_loss = -(outputs.observed_weight_O * outputs.observed_O).sum()
             total = total + self.observation_weight * observation_loss
+            # The gauge is divided by the weight of scored tokens when it is reported: here it is put on that scale,
+            # so that its mean is one over observed tokens.
             share = outputs.observed_weight_O.sum().clamp(min=1e-12)
             measured = {**measured, "observation_loss": observation_loss / share * tokens["weight"].sum()}
         return Loss(

@@ -21,6 +21,8 @@ def reward_to_go(rewards_GT: Tensor, discount: float = 1.0) -> Tensor:
     if discount == 1:
         return rewards_GT.flip(-1).cumsum(-1).flip(-1)
     to_go_GT = rewards_GT.clone()
+    # A loop over turns and not a closed form with powers of the discount: those underflow in long episodes, and would
+    # have to be divided by again.
     for t in range(rewards_GT.shape[-1] - 2, -1, -1):
         to_go_GT[..., t] += discount * to_go_GT[..., t + 1]
     return to_go_GT
@@ -154,6 +156,7 @@ def _scaled(
         # `leave_one_out`: the deviation of a judge's siblings. `std`: that of the judges with a late member among them.
         members_G[member] = scale == "std"
         inverse_of_member = _inverse_spread(values_GT, turns_G, members_G)
+        # The inverse, so that "says nothing" is a 0 to multiply by, and no division by zero has to be caught.
         inverse_G[member] = inverse_of_member if judges_G[member] else min(of_all, inverse_of_member * SLACK)
     return centred(values_GT, scored_G, baseline, judges_G) * inverse_G[:, None]
 
@@ -163,6 +166,7 @@ def _inverse_spread(values_GT: Tensor, turns_G: Tensor, members_G: Tensor) -> fl
     longest = int(turns_G[members_G].max()) if int(members_G.sum()) > 1 else 0
     if longest == 0:
         return 0.0
+    # Only as far as the longest of them: columns past every end are 0 for all, and would shrink the mean.
     variance_T = values_GT[members_G][:, :longest].var(0, correction=1)
     spread = float(variance_T.mean().sqrt())
     return 1.0 / (spread + STD_FLOOR) if spread > ROUNDING else 0.0

@@ -33,6 +33,8 @@ def gap(tokens: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.where(_told(tokens[name]), tokens["proximal"] - tokens[name], 0.0).detach()
 
 
+# A log-prob is never above 0, so 1 can stand for "none" in a plain column of floats; a NaN would spread through every
+# sum that touches it. 0.5 is safe from rounding on either side.
 def _told(other_T: Tensor) -> Tensor:
     return other_T < 0.5
 
@@ -43,10 +45,13 @@ def charge(tokens: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor
     Roles of an episode are charged apart, each for its own tokens."""
     gap_T = torch.stack([weight * gap(tokens, name) for name, weight in weights.items()]).sum(0).double()
     sequences = Sequences.of(tokens["episode"], tokens["role"], tokens["turn"], by_turn=False)
+    # In float64: a sum over thousands of gaps, from which another such sum is taken off.
     to_go_BU = sequences.first(gap_T).flip(-1).cumsum(-1).flip(-1)
     episode_B = sequences.first(tokens["episode"])[:, 0]
     _, own_B, size_E = torch.unique(episode_B, return_inverse=True, return_counts=True)
     own_EU = to_go_BU.new_zeros(len(size_E), to_go_BU.shape[1]).index_add(0, own_B, to_go_BU)
+    # The other episodes of the step, and not the siblings: a divergence is no property of a task, and the step has
+    # more of them.
     others_E1 = (len(own_B) - size_E)[:, None]
     baseline_EU = torch.where(others_E1 > 0, (own_EU.sum(0) - own_EU) / others_E1.clamp(min=1), 0.0)
     return sequences.tokens(to_go_BU - baseline_EU[own_B]).to(tokens["proximal"].dtype)

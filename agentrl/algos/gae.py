@@ -44,7 +44,10 @@ def traces(
     rho_BU = ratio_BU.clamp(max=cap)
     advantages_BU, gaps_BU = torch.zeros_like(values_BU), torch.zeros_like(values_BU)
     gap_B = value_B = torch.zeros_like(values_BU[:, 0])
+    # Backwards over states, all sequences at once: each state needs what came of the next one.
     for u in reversed(range(steps)):
+        # Past a sequence's end the value is 0, also where a limit cut it off: limits are part of the task here
+        # (`docs/explanation/algorithms.md`, "The critic").
         delta_B = rewards_BU[:, u] + discount * value_B - values_BU[:, u]
         advantage_B = torch.where(alive_BU[:, u], delta_B + discount * lambda_B * gap_B, 0.0)
         gap_B, value_B = rho_BU[:, u] * advantage_B, values_BU[:, u]
@@ -94,6 +97,8 @@ class Sequences:
     def of(episode_T: Tensor, role_T: Tensor, turn_T: Tensor, *, by_turn: bool) -> Sequences:
         """Every token is a state, or, `by_turn`, every turn is one, that of its first token."""
         order_T = torch.arange(len(episode_T), device=episode_T.device)
+        # Stable sorts from the last key to the first: a token's place in its turn is the order in which it came,
+        # which no column states.
         for key_T in (turn_T, role_T, episode_T):
             order_T = order_T[torch.argsort(key_T[order_T], stable=True)]
         keys_3T = torch.stack([episode_T, role_T, turn_T])[:, order_T]

@@ -67,6 +67,7 @@ class GiGPO(GRPO):
         step_GT = state_advantages(
             returns_GT,
             siblings.states_GT,
+            # Unknown states are below 0 (law 8): two turns of which nothing is known are not in the same state.
             alive_GT & (siblings.states_GT >= 0),
             siblings.judges_G,
             baseline=self.baseline,

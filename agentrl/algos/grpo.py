@@ -67,6 +67,8 @@ class GRPO(Clipped):
 
     @property
     def judges_returns(self) -> bool:
+        # By source, equal sums may hide streams that differ; a teacher and the environment's answers teach without
+        # any reward. Such a group must not be skipped as silent.
         learns_anyway = self.scales_sources or self.distil_weight > 0 or self.observes
         return self.compares and not learns_anyway
 

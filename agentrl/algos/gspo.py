@@ -40,9 +40,13 @@ class GSPO(GRPO):
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         import torch
 
+        # A turn and not the episode: the paper's response is what the policy says before anybody answers, and a turn
+        # is that here.
         keys_2K = torch.stack([tokens["episode"], tokens["turn"]])
         _, turn_K, length_S = torch.unique(keys_2K, dim=1, return_inverse=True, return_counts=True)
         gap_K = outputs.logprobs_K - tokens["proximal"]
+        # With gradient: each token of a turn gets its share of the gradient of the turn's ratio, which is the
+        # difference to a clip of tokens.
         gap_S = gap_K.new_zeros(len(length_S)).index_add(0, turn_K, gap_K) / length_S
         return gap_S[turn_K]
 

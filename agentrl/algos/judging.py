@@ -118,6 +118,8 @@ def advantages(
     none. A member's list goes through its roles by name, so that sums over it are the same in every process."""
     everyone = {**record, **(late or {})}
     result: dict[int, list[float]] = {member: [] for member in everyone}
+    # Sorted, so that sums over roles are added in one order in every process: the store and the learner decide by
+    # them.
     for role in sorted({role for rewards in record.values() for role in rewards.rewards} - returns.frozen):
         returns_of = {member: _returns_to_go(rewards, role, returns) for member, rewards in everyone.items()}
         for member, member_returns in returns_of.items():

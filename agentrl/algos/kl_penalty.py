@@ -42,4 +42,6 @@ def kl_penalty(
         pull_T = gap_T.square() / 2
     else:
         pull_T = -gap_T.detach() * (logprobs_T - (logprobs_T.detach() if proximal_T is None else proximal_T)).exp()
+    # Straight-through: the value of one estimator with the gradient of another. The metric stays never negative,
+    # whichever gradient is chosen.
     return k3_T.detach() + pull_T - pull_T.detach()

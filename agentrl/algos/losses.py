@@ -39,6 +39,7 @@ def clipped_surrogate(
     ratio_T = (logprobs_T - proximal_T).exp()
     free_T = ratio_T * advantages_T
     held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    # Strictly smaller: at ratio 1 both are equal, and a token on policy must not be reported as cut.
     gained_T, cut_T = torch.minimum(free_T, held_T), held_T < free_T
     if dual_clip:
         least_T = torch.where(advantages_T < 0, dual_clip * advantages_T, -torch.inf)
@@ -91,6 +92,8 @@ def policy_loss(
     Weights are those of a whole update, so that the losses of its passes add up to its loss. `importance_T` corrects
     expectations taken under the behaviour policy (`importance.importance_weights`) and carries no gradient."""
     loss_T = surrogate_T if kl_T is None else surrogate_T + kl_weight * kl_T
+    # The penalty is an expectation under the policy too, so it is weighed as the surrogate is. The entropy bonus is
+    # not: it is a property of the distribution at a state, whoever sampled the token.
     loss_T = importance_T * loss_T
     if entropy_T is not None:
         loss_T = loss_T - entropy_weight * entropy_T

@@ -19,6 +19,7 @@ _Z = NormalDist().inv_cdf(0.975)
 
 def pass_at_k(n: int, successes: int, k: int) -> float:
     """The chance that one of `k` of `n` episodes, drawn without replacement, succeeded."""
+    # In whole numbers, whose quotient is rounded once.
     return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
 
 

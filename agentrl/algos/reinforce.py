@@ -28,6 +28,7 @@ class Reinforce(Clipped):
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import reward_to_go
 
+        # Nothing is compared within the group: the baseline is one of the step, which is known in `advantages` only.
         return {"to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT)}
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,5 +30,6 @@ class Supervised(Algorithm):
         return {}
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        # A mask of the right shape and device that is False everywhere.
         nowhere_K = tokens["weight"] < 0
         return Loss(total=-(tokens["weight"] * outputs.logprobs_K).sum(), clipped_K=nowhere_K)

@@ -110,6 +110,8 @@ def ratios_by_level(tokens: Mapping[str, Tensor]) -> dict[str, Ratios]:
 
 def _ess(log_T: Tensor) -> float:
     """(sum w)^2 / (n sum w^2) of w = exp(log), in (0, 1], whatever the scale."""
+    # In logarithms, since the ratio of a long sequence is beyond any float: infinity over infinity would report a NaN
+    # for exactly the steps that one wants to see.
     once, twice = torch.logsumexp(log_T, 0), torch.logsumexp(2 * log_T, 0)
     return float((2 * once - twice - math.log(len(log_T))).exp())
 
