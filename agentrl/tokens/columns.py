@@ -49,6 +49,8 @@ class Column:
     name: str
     dtype: Dtype = "float32"
     shape: tuple[int, ...] = ()
+    # NaN by default, so that a loss that reads a token without a value shows it at once; a 0 would be a log-prob of
+    # 1.
     default: float = math.nan
     ragged: bool = False
 
@@ -96,6 +98,7 @@ def known() -> dict[str, Column]:
 
 def column(name: str) -> Column:
     """A registered column. Raises UnknownIdError."""
+    # Known without a look at the registry: each chunk of a run that cuts has this column.
     if name == KEPT:
         return _KEPT
     kind = cast(Any, registry.resolve("columns", name))

@@ -29,6 +29,8 @@ class ImagePatches:
 
     def __init__(self, folder: Path) -> None:
         try:
+            # The one in Pillow's arithmetic: torchvision's resizing rounds otherwise, and engine and learner would
+            # see two images.
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -39,6 +41,8 @@ class ImagePatches:
         cannot be decoded."""
         try:
             opened = Pillow.open(io.BytesIO(image.data), formats=_DECODERS)
+            # The header that was parsed for counting tokens and the decoder may disagree about a forged file; then
+            # tokens and patches would not match.
             if opened.size != (image.width, image.height):
                 raise ValueError(f"its sizes are {opened.size} and {(image.width, image.height)}")
             pixels = opened.convert("RGB")

@@ -27,6 +27,7 @@ FIRST: Final = 1 << 31
 """Token ids from here on are those of images."""
 
 MOST_BYTES: Final = 8 << 20
+# Checked from the header, before anything is decoded: a small file may unpack to gigabytes.
 MOST_PIXELS: Final = 1 << 24
 STORED: Final = "sha256:"
 """What the URL of an image begins with where its data lie elsewhere: a digest follows."""
@@ -52,6 +53,8 @@ class Image:
     @property
     def token(self) -> int:
         """The id of its tokens."""
+        # 31 bits of the content: two images may share a token. `joined` refuses them by name rather than to train on
+        # the wrong one.
         return FIRST + int(self.digest[:8], 16) % FIRST
 
     @property
@@ -110,6 +113,7 @@ def from_url(url: str) -> Image:
     media_type, _, encoding = head.removeprefix("data:").partition(";")
     if media_type not in TYPES or encoding != "base64":
         raise ValueError(f"url = {head[:60]!r}: give one of {', '.join(TYPES)}, with ;base64")
+    # Before it is decoded: base64 has four characters for three bytes.
     if len(body) > MOST_BYTES * 4 // 3 + 4:
         raise ValueError(f"an image of about {len(body) * 3 // 4} bytes: give one of at most {MOST_BYTES}, scaled down")
     try:

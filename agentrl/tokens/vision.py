@@ -45,6 +45,8 @@ class Vision:
         height, width, side = image.height, image.width, self.patch * self.merge
         if max(height, width) > _LONGEST * min(height, width):
             raise ValueError(f"an image of {width} x {height} pixels: no side may be {_LONGEST} times the other")
+        # Qwen2-VL's own `smart_resize`, to the rounding: one token more or fewer than the processor makes, and the
+        # prompt does not fit its image (`test_an_image_has_as_many_tokens_as_transformers_gives_it`).
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side**2 > self.most:
             shrink = math.sqrt(height * width / self.most)
@@ -75,6 +77,7 @@ class Vision:
             if stop - start != rows * columns:
                 raise ValueError(f"the image at token {start} has {stop - start} tokens, not {rows} x {columns}")
             positions += ((next_, next_ + row, next_ + column) for row in range(rows) for column in range(columns))
+            # Text goes on behind the longer side, so that no position is used twice and none is far from the image.
             next_ += max(rows, columns)
         return positions
 
