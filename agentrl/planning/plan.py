@@ -56,6 +56,8 @@ class EnginePlan:
         size = described.get("head_dim") or described["hidden_size"] // heads
         kv_heads = described.get("num_key_value_heads") or heads
         gpus = gpus_of(config)
+        # Copies have all layers each, and share nothing but the experts under expert parallelism: `parts` divides a
+        # copy, `apart` all of them.
         copies = _count(options, "data-parallel-size") * _count(options, "prefill-context-parallel-size")
         stages = _count(options, "pipeline-parallel-size")
         tensor = max(1, gpus // (copies * stages))
@@ -65,6 +67,8 @@ class EnginePlan:
             copies=copies,
             parts=tensor * stages,
             apart=gpus if options.get("enable-expert-parallel") else tensor * stages,
+            # Heads of keys and values cannot be cut further than one for each GPU: beyond that vLLM keeps copies, so
+            # that more GPUs hold no more tokens.
             cached=min(tensor, kv_heads) * stages,
             width=1 if str(options.get("quantization")).startswith(_EIGHT_BITS) else width,
             kv=2 * layers * kv_heads * size * cell,
@@ -83,9 +87,14 @@ class EnginePlan:
         """Seconds of a pass that samples a token each of so many rows in every copy, of which a row has `row` tokens at
         last, and a token is sent to the share `used` of the `experts`, evenly."""
         of_all = tokens * self.apart // self.parts  # tokens of copies that share experts
+        # The chance that none of so many tokens goes to an expert, if each chooses evenly and by itself. Weights that
+        # nobody needs are not read, which is why a mixture is quick at small batches.
         asleep = experts * (1 - used) ** of_all  # of experts that no token is sent to
+        # Half of the last length: a row has grown from nothing to that, so it reads as much on average.
         reads = self.weights(parameters - asleep, experts - asleep) + tokens * self.token() * row / 2
         operations = 2 * ((parameters - experts) * tokens / self.parts + experts * used * of_all / self.apart)
+        # The roofline (Williams et al. 2009): memory and arithmetic work at the same time, and the slower one
+        # decides.
         return max(reads / rates.bytes, operations / rates.operations)
 
 
@@ -99,6 +108,7 @@ class Rates:
 
 def gpus_of(config: RunConfig) -> int:
     """GPUs of each engine, the most of them if they differ."""
+    # The most, since the split has to have room for the largest of them.
     return max((len(engine_gpus) for engine_gpus in config.engine.gpus), default=max(1, config.cluster.engine.gpus))
 
 
@@ -114,6 +124,8 @@ GB: Final = 1e9
 _RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
 _OFF = 0.1  # how far from the truth a prediction of memory may be
 _FUSED = 0.35  # the same where layers are compiled, which keeps less
+# In the order in which they change least: computing layers again changes no number of a run, smaller chunks of logits
+# neither, an adapter trains something else.
 _CHANGES: Final[tuple[dict[str, Any], ...]] = (
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "logits_mb": 256},
@@ -156,6 +168,7 @@ def gpu_of(said: str) -> Gpu:
         tflops, memory_gb, gb_per_s = map(float, numbers)
     except ValueError:
         tflops = memory_gb = gb_per_s = math.nan
+    # Written so that NaN, which compares with nothing, is refused as well.
     if not all(0 < number < math.inf for number in (tflops, memory_gb, gb_per_s)):
         mend = f"give one of {', '.join(GPUS)}, or name,TFLOP/s,GB,GB/s as mine,312,80,2039"
         raise UsageError(f"--gpu {said!r}: {mend}")
@@ -206,6 +219,8 @@ class GpuSplit:
     def step_s(self) -> float:
         """Seconds of an optimizer step: on GPUs of their own the slower of learner and engines counts, on one GPU both
         do."""
+        # Law 6 holds on GPUs of their own: neither side waits. On one GPU both need the same units, side by side or
+        # by turns, and the seconds add up.
         together = self.learner_s + self.engine_s + self.swap_s
         return max(self.learner_s, self.engine_s) if self.engines else together
 
@@ -277,6 +292,8 @@ def rows_of(config: RunConfig, work: Work) -> list[Row]:
             group_id=group,
             episode_id=member,
             algo=algo,
+            # Tokens differ where the tree must fork: the first one by group, the first of the answer by member. All
+            # others may be alike, since only shapes are counted.
             token_ids=(group, *[0] * (work.prompt - 1), member, *[0] * (work.answer - 1)),
             place_S=place,
             columns={},
@@ -305,6 +322,8 @@ def _split(
     staged = config.transport.form == "file" and not turns
     second = weights if staged else 0  # of new ones
     cache_room = room - weights - second - (0 if engines or turns else learner)
+    # By the full length of a row: an engine that fills its cache with half-grown rows has to preempt some of them,
+    # and computes them again.
     at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
     batch = max(1, at_once // copies)
     token_s = each.token_s(
@@ -317,10 +336,13 @@ def _split(
     )
     groups, size = config.buffer.groups_per_step, config.rollout.group_size
     of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
+    # Groups that are larger than a pass take several, smaller ones share one. A fraction of a pass stays a fraction:
+    # this is a mean over many steps.
     passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
     teams = max(1, ranks // (config.train.parallel.tensor * config.train.parallel.context))
     stems = min(groups * min(_passes(config, work), teams), passes)  # each team computes those of all groups
     once = (bytes_.operations - bytes_.again) * passes + bytes_.again * stems
+    # A pass is forward and twice that backward; computing layers again is one more forward, so four thirds.
     operations = once * (4 / 3 if config.train.gradient_checkpointing else 1.0) * config.train.epochs
     return GpuSplit(
         engines=engines,
@@ -407,6 +429,8 @@ def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
     counted. Raises ConfigError if they cannot divide the heads."""
     rows, passes = rows_of(config, work), _passes(config, work)
     tensor, context = config.train.parallel.tensor, config.train.parallel.context
+    # The weights of a tensor-parallel run are shards however they are cut; only activations differ, and these are
+    # measured on a narrower model below. Cutting the model itself would need the ranks.
     budget = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
     if tensor == 1:
         return budget
@@ -424,6 +448,7 @@ def of_rank(bytes_: MemoryBudget, ranks: int, layers: int, tensor: int = 1, expe
     """Return the bytes on each of `ranks` ranks: its shard, two layers that are whole at a time, and a pass. Each of
     `tensor` ranks has its part of these layers, and each of `expert` ranks its experts."""
     apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
+    # Two layers: FSDP gathers the next one while this one computes.
     gathered = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
     return bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
 
@@ -439,6 +464,7 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
         splits = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
         if not splits or any(split.fits for split in splits):
             return [] if splits else None
+        # The one change that costs no setting of the training: fewer rows at once, and the same numbers.
         cache_mb = max(int(split.cache_room) >> 20 for split in splits)
         if not 0 < cache_mb < changed.engine.kv_cache_mb:
             return None
@@ -453,6 +479,8 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     for change in _CHANGES:
         options = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
         tried.append((options, config.model_copy(update={"train": config.train.model_copy(update=change)})))
+    # One change after the other, each from the run as it is: a reader can choose, where one list of all of them would
+    # say more than is needed.
     for settings, changed in tried:
         more = lacking(changed)
         if more is not None:
@@ -465,6 +493,7 @@ def _by_turns(config: RunConfig) -> RunConfig | None:
         return None
     changed = config.model_copy(update={"engine": config.engine.model_copy(update={"colocated": True})})
     try:
+        # Through the whole validation: turns on one GPU exclude much, and `model_copy` checks nothing.
         return from_json(to_json(changed))
     except ConfigError:
         return None
@@ -474,11 +503,14 @@ def refusal(config: RunConfig, memory_bytes: int, host_bytes: float = math.inf) 
     """Why a GPU of so much memory cannot hold the run's learner, or cannot be shared by turns on a machine of so much;
     None if it can, up to what a prediction may be off."""
     row = min(config.rollout.max_context, config.train.tokens_per_batch)
+    # Only bytes matter here: the efficiencies are not used.
     work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
     folder = model_dir(config.model)
     layers: int = _described(folder)["num_hidden_layers"]
     parallel, bytes_ = config.train.parallel, _held(config, folder, work)
     needs = of_rank(bytes_, parallel.ranks, layers, parallel.tensor, parallel.expert)
+    # In favour of the run: a refusal that is wrong costs somebody his run, a start that is wrong an error some
+    # minutes later.
     if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
         return _no_turns(config, bytes_, memory_bytes, host_bytes) if config.engine.colocated else None
     return (
@@ -506,6 +538,8 @@ def _no_turns(config: RunConfig, bytes_: MemoryBudget, memory_bytes: int, host_b
 
 def main() -> None:
     """Read a run's configuration from standard input, and print why its GPU cannot hold its learner, if so."""
+    # A process of its own, since this loads torch and a model's configuration: the supervisor that asks has neither,
+    # and must not die of an error in here (`test_a_prediction_that_fails_stops_no_run`).
     config = from_json(sys.stdin.read())
     if (gpus := config.train.gpus) and torch.cuda.is_available():
         print(refusal(config, torch.cuda.get_device_properties(gpus[0]).total_memory, free_bytes()) or "", end="")

@@ -13,6 +13,7 @@ from agentrl.errors import UsageError
 from agentrl.planning.simulate.service import Measured, MeasuredSteps, Play
 from agentrl.store import EpisodeTimes, Returns, RunStore
 
+# A buffer that fills is waited for: the first steps of every run are idle, and say nothing of the hundredth.
 START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _GROUPS = 4096  # the newest, at most
 _FEWEST = 4  # groups, and steps: fewer say nothing
@@ -67,6 +68,8 @@ def measure(
     taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
     took = [idle_s + other for idle_s, other in zip(idle[1:], busy[1:], strict=True)]
+    # The median: a checkpoint, an evaluation or a paused machine between two steps is rare and long, and would move a
+    # mean.
     between = statistics.median(gap - step_s for gap, step_s in zip(gaps, took, strict=False)) if gaps else 0.0
     return MeasuredRun(
         episodes=Measured(groups),
@@ -89,6 +92,9 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
     groups: defaultdict[int, list[EpisodeTimes]] = defaultdict(list)
     for episode in episodes:
         groups[episode.group_id].append(episode)
+    # Censoring: at the end of a run the episodes that have ended are the short ones of those that began. With them a
+    # simulation would play a faster environment
+    # (`test_groups_of_the_last_moments_are_left_out_because_only_their_short_episodes_have_ended`).
     begun_in_time = [group for group in groups.values() if min(episode.started_s for episode in group) <= last]
     return [
         [_play(episode, episode.group_id in silent) for episode in group] for group in begun_in_time if len(group) > 1

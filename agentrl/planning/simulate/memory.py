@@ -72,6 +72,11 @@ class Taken(NamedTuple):
     left_out: list[SimulatedMember]
 
 
+# Why the store's rules are written a second time. A sweep plays a million episodes, and would spend its time on the
+# transactions of a database; a formula for "how often does a group wait" would be quick, and wrong in each corner
+# that the rules have. So the decisions are the store's own functions where they are functions, and what is written
+# anew is only which group is where. `tests/simulate/test_memory.py` plays random schedules on both and compares every
+# answer, so that a change of a rule in the store fails there.
 class MemoryBuffer:
     """Groups from admission to the learner. Seconds are those of the caller's clock, which never goes back."""
 
@@ -165,6 +170,8 @@ class MemoryBuffer:
         over = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed]
         while self._quorate:
             group = self._quorate[0]
+            # The first one that stays open ends the look: they became quorate in this order, so each later one has
+            # waited less.
             if group.running and not close_policy.closes(group.scored_s, now):
                 break
             if group.running:
@@ -175,6 +182,7 @@ class MemoryBuffer:
             member = heapq.heappop(self._late)[-1]
             if not member.ended:
                 late.append(member)
+        # In the order of ids, as the store's rows come: which group is closed first decides which is taken first.
         for id in sorted(closed):
             self._close(closed[id])
         for group in over:
@@ -220,6 +228,8 @@ class MemoryBuffer:
             made_at = acts(member)
             return made_at is not None and made_at <= oldest
 
+        # The member that was waited for the last time mostly still is: without this memory each look would go over
+        # all running groups.
         if self._blocks is None or not waits(self._blocks):
             open_members = (member for group in groups for member in group.members)
             self._blocks = next(filter(waits, chain(open_members, self._late_open.values())), None)
@@ -283,6 +293,8 @@ class MemoryBuffer:
         for id in self._unchecked:
             group = self._scored[id]
             if self._trains(group, step, max_lag):
+                # Sorted by id, which is the order of admission: the oldest leave first, as `buffer.order = "oldest"`
+                # has it.
                 insort(self._fresh, id)
             else:
                 stale.append(group)

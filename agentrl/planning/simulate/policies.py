@@ -38,6 +38,7 @@ def parse_close(text: str, group_size: int) -> tuple[str, ClosePolicy]:
     k = math.ceil(int(match[1]) * group_size / int(match[2])) if share else int(match[1])
     if share and k == group_size and int(match[1]) < int(match[2]):
         k -= 1  # a small group's quorum leaves one out as well
+    # One scored member has nobody to be compared with.
     if not 2 <= k <= group_size:
         raise UsageError(f"--close {text!r} makes a quorum of {k}: it must be from 2 to the group's {group_size}")
     after_s = float(match[3] or 0.0)

@@ -62,6 +62,8 @@ class _Lognormal:
     sigma: float
 
     def __call__(self, chance: Random) -> float:
+        # The standard library's own generator, and no numpy: a simulation must repeat itself from its seed on any
+        # machine.
         return chance.lognormvariate(self.mu, self.sigma)
 
 
@@ -126,6 +128,8 @@ class Measured:
     groups: Sequence[Sequence[Play]]
 
     def group(self, size: int, chance: Random) -> list[Play]:
+        # Whole groups are drawn, and not single episodes: siblings play one task and take times that are alike. Drawn
+        # apart, every group would hold one straggler, and waiting for all would look far worse than it is.
         members = list(chance.choice(self.groups))
         chance.shuffle(members)
         return members[:size] + chance.choices(members, k=max(0, size - len(members)))
@@ -152,9 +156,13 @@ class MeasuredSteps:
         mean_tokens, mean_s = sum(tokens for tokens, _ in steps) / n, sum(seconds for _, seconds in steps) / n
         spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in steps)
         slope = sum((tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds in steps) / spread if spread else 0
+        # Steps with more tokens that were shorter are chance
+        # (`test_steps_that_got_shorter_with_more_tokens_have_no_slope`), and a base below 0 would give negative times
+        # for small steps.
         slope = min(max(slope, 0.0), mean_s / mean_tokens if mean_tokens else 0.0)
         base = max(mean_s - slope * mean_tokens, 0.0)
         fitted = [base + slope * tokens for tokens, _ in steps]
+        # As factors: a step that is twice as large is also twice as far off.
         deviations = [seconds / line if line else 1.0 for line, (_, seconds) in zip(fitted, steps, strict=True)]
         return cls(base, slope, deviations)
 
@@ -183,6 +191,8 @@ def _factor(part: str, whole: str) -> tuple[Draw, float]:
                     f"--episode {whole!r}: sigma {sigma:g} is too large; give lognormal:SIGMA of at most 5"
                 )
             mean = rest[0] if rest else 1.0
+            # exp(mu + sigma² / 2) is the mean, which is what the user gives: with mu alone, a longer tail would be a
+            # slower environment as well.
             return _Lognormal(math.log(mean) - sigma * sigma / 2, sigma), mean
         case "pareto", [alpha, *rest] if len(rest) <= 1:
             if alpha <= 1:

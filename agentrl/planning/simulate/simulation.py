@@ -127,6 +127,8 @@ class Simulation:
     def __init__(self, world: SimulatedWorld, policy: Policy, *, steps: int, start_up: int, seed: int = 0) -> None:
         self._world, self._policy = world, policy
         self._steps, self._start_up = steps, start_up
+        # Two generators, so that all policies of a sweep see the same episodes: with one, a policy that steps more
+        # often would draw other plays, and differences between rows would be chance.
         self._plays, self._learner_chance = Random(seed), Random(seed + 1)
         self._buffer = MemoryBuffer()
         self._bounds = AdmissionBounds(
@@ -154,6 +156,8 @@ class Simulation:
         self._idle_s = self._busy_s = self._measured_from = 0.0
         self._trained = 0
         first = start_up * world.groups_per_step
+        # Counted by admission and not by step: a group that is dropped never meets a step, and would be missing in
+        # exactly the number that a policy is judged by.
         self._cohort = range(first + 1, max(first + 2, (steps - policy.max_lag - 1) * world.groups_per_step + 1))
         self._sums = _Tally()
 
@@ -162,6 +166,8 @@ class Simulation:
         self._fill()
         while self._step < self._steps or self._busy:
             if not self._events:  # nothing runs, and nothing may start
+                # A deadlock of the rules, which a real run would meet too: it is a fault to be seen, and not a case
+                # to be ended quietly.
                 raise RuntimeError("a simulated run stands still")
             self._now, _, event = heapq.heappop(self._events)
             if isinstance(event, SimulatedMember):
@@ -182,6 +188,8 @@ class Simulation:
 
     def _at(self, time_s: float, what: SimulatedMember | str) -> None:
         self._order += 1
+        # The order breaks ties, so that events at one time come as they were put in: members do not compare, and a
+        # run must repeat itself.
         heapq.heappush(self._events, (time_s, self._order, what))
 
     # --- episodes
@@ -249,12 +257,16 @@ class Simulation:
         spans: Spans = []
         for start_s, end_s, n in play.turns:
             start, end = began + start_s, began + end_s
+            # Weights that arrive in the moment a token begins count for it; those that arrive as the last one ends do
+            # not.
             first, last = bisect_right(served, start) - 1, bisect_left(served, end) - 1
             if last <= first:  # its weights never changed
                 spans.append((first, n))
                 continue
             done = 0
             for version in range(first + 1, last + 1):
+                # Tokens are spread evenly over a turn: one that has begun is finished under the old weights, hence
+                # `ceil`.
                 cut = min(n, math.ceil((served[version] - start) / (end - start) * n))
                 if cut > done:
                     spans.append((version - 1, cut - done))
@@ -279,6 +291,8 @@ class Simulation:
         self._step += 1
         tokens, episodes = self._note_taken(taken)
         busy_s = self._world.learner.seconds(tokens, self._learner_chance)
+        # A push overlaps the step that follows it, and that step's end waits for it: two pushes are never under way
+        # at once.
         ends = max(self._now + busy_s, self._pushed_at)  # a push under way is waited for
         if self._patience is not None:
             self._patience.worked(busy_s)
@@ -375,6 +389,8 @@ class Simulation:
         """Play what was admitted to its end, at one step each `step_s`: also the slowest episode is counted."""
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
+            # The learner has ended, and the clock of versions goes on at the pace of the run: an episode that is
+            # slower than the rest must still become too old, or long ones would look trained.
             while self._served[-1] + step_s < self._now:
                 self._served.append(self._served[-1] + step_s)
             self._step = max(self._step, len(self._served))
@@ -405,6 +421,7 @@ class Simulation:
         return Found(
             seconds=seconds,
             episodes_s=trained,
+            # What slots play at most, and what steps take at most: no schedule exceeds the smaller one.
             bound_s=min(signal * world.slots / played_s, world.groups_per_step * world.group_size / step_s),
             idle=idle,
             age_mean=sum(age * n for age, n in sums.ages.items()) / max(1, sums.ages.total()),

@@ -47,6 +47,8 @@ def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: 
             step_s = world.learner.seconds(tokens, learner_chance) + world.between_s
             taken, ended, learner_free, idle = taken + 1, ended - batch, now + step_s, False
             busy_s += step_s if taken > start_up else 0.0
+        # An episode without a place in a batch within the lag bound keeps its slot, where a real run would drop it:
+        # so the ideal never trains fewer, and the bound stays one.
         kept_slots = max(0, ended - (max_lag + idle) * batch)  # slots of episodes without a place
         while len(ends) + kept_slots < world.slots:
             if began == len(plays):
@@ -66,8 +68,10 @@ def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: 
 
 
 _AS_GOOD = 0.01  # of throughput: less is no reason to change a setting
+# `longest`, the hundredth that straggles, is then over eighty episodes at least.
 _MEASURED_EPISODES = 8_000  # of a simulated run, at least
 _MEASURED_STEPS = 16  # and of these
+# Starting processes takes longer than a smaller sweep.
 _IN_PARALLEL = 200_000  # episodes from which a sweep takes every core
 
 
@@ -146,6 +150,7 @@ def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lam
             rows.append(SweepRow(case, result))
             on_row(rows[-1])
         return rows
+    # Processes, since a simulation is Python from its first event to its last.
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
         for case, result in zip(cases, pool.map(SweepCase.run, cases), strict=True):
             rows.append(SweepRow(case, result))
@@ -196,6 +201,8 @@ def not_reproduced(rows: Sequence[SweepRow], idle: float) -> str:
     """Why these simulations of a run say nothing of it: under the run's own settings the learner is idle for another
     share of the time than it was (`idle`). "" if they do."""
     simulated_idle = next((row.found.idle for row in rows if row.case.present), None)
+    # A model of a run that does not give the run's own figures is no model of it. Silence about that would sell the
+    # other rows as a forecast.
     if simulated_idle is None or abs(simulated_idle - idle) <= _REPRODUCED:
         return ""
     return (
@@ -211,9 +218,11 @@ def advice(rows: Sequence[SweepRow]) -> str:
     present = next((row for row in rows if row.case.present), None)
     if present is None:
         return ""
+    # Rows with more slots train more because they have more engines, which is no advice about a setting.
     candidates = [row for row in rows if row.case.split or row.case.world == present.case.world]
     most = max(row.found.useful for row in candidates)
     good = [row for row in candidates if row.found.useful >= (1 - _AS_GOOD) * most]
+    # Among equals the freshest data, since staleness costs learning that no simulation of times can see.
     best = min(good, key=lambda row: (row.case.policy.max_lag, round(row.found.tokens_discarded, 3), -row.found.useful))
     if best.found.useful <= (1 + _AS_GOOD) * present.found.useful:
         least = f"{present.found.idle:.0%} idle, {present.found.tokens_discarded:.0%} of the tokens dropped"
@@ -321,6 +330,7 @@ def _worlds(config: RunConfig, wishes: Wishes, own: SimulatedWorld) -> Iterator[
         engines = max(1, sum(len(place) for place in config.engine.places))
         for mine in range(1, wishes.gpus):
             learners = wishes.gpus - mine
+            # A run with fewer slots than a group has members could never finish one.
             slots = max(own.group_size, round(own.slots * mine / engines))
             world = replace(own, slots=slots, learner=own.learner.sped_up(learners))
             yield f"{mine} + {learners}", world, (mine, learners) == (engines, 1)
