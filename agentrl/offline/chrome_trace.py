@@ -17,6 +17,9 @@ from agentrl.offline.run_spans import RunSpan
 
 _LEARNER: Final = 1
 _EPISODES: Final = 2
+# Rows that never change places, since a viewer draws only properly nested spans in one row, and a sync of the last
+# weights runs beside the next wait. Episodes overlap freely, so they are in a process of their own with as many rows
+# as there are at once.
 _LANES: Final = {"wait": 1, "step": 1, "sync": 2}
 
 
@@ -26,6 +29,9 @@ def write_trace(learner: Iterable[RunSpan], episodes: Iterable[RunSpan], out: Pa
     part = out.with_name(f"{out.name}.part")
     events = 0
     try:
+        # The document is written by hand around its events: `json.dump` of the whole would need every event of a run
+        # of days in memory, and a viewer needs the closing brackets, so a stream that breaks off leaves only the part
+        # file.
         with gzip.open(part, "wt") if out.suffix == ".gz" else part.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for event in _events(learner, episodes):
@@ -48,6 +54,9 @@ def _events(learner: Iterable[RunSpan], episodes: Iterable[RunSpan]) -> Iterator
         yield from _complete(span, _LEARNER, _LANES[span.kind])
     taken_s: list[float] = []  # until when each row is taken
     for span in episodes:
+        # First fit, by the beginning, uses no more rows than there were episodes at the same time at most, provided
+        # that spans come in the order of their beginnings; the store has them by number, which is that order but for
+        # moments, and a moment out of order costs one more row.
         row = next((row for row, until_s in enumerate(taken_s) if until_s <= span.began_s), len(taken_s))
         if row == len(taken_s):
             taken_s.append(0.0)
@@ -58,6 +67,8 @@ def _events(learner: Iterable[RunSpan], episodes: Iterable[RunSpan]) -> Iterator
 
 def _complete(span: RunSpan, process: int, lane: int) -> Iterator[dict[str, Any]]:
     """A span and those inside it: times in whole microseconds, so that ends of neighbours meet."""
+    # Both ends are rounded, and the duration is their difference. A rounded duration could reach a microsecond into
+    # the neighbour, and a viewer would then nest the one within the other.
     began, ended = round(span.began_s * 1e6), round(span.ended_s * 1e6)
     head = {"ph": "X", "name": span.name, "cat": span.kind, "pid": process, "tid": lane}
     yield {**head, "ts": began, "dur": max(0, ended - began), "args": span.facts}

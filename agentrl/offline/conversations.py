@@ -32,14 +32,20 @@ def turn_message(turn: Turn, tools: ShownTools, *, splits_thoughts: bool = False
     """A turn as a message of the assistant. Its text is as it was sampled, unless it makes calls."""
     parsed = _parsed(turn.text, tools)
     calls = calls_of(turn, tools)
+    # Reasoning with words before it cannot become `reasoning_content`: a template writes that field first, so the
+    # exported turn would have its words in another order than the policy sampled them.
     openings = [opening for opening, _ in get_format(tools.dialect or "hermes").thoughts]
     if any(opening in parsed.thoughts for opening in openings):  # words before them: no template writes these again
         splits_thoughts = False
+    # The untouched text is the safe form: what a template writes for it is what was sampled. A turn is taken apart
+    # only where that is needed, for calls or for thoughts that a template has a field for.
     if not calls and not (splits_thoughts and parsed.thoughts and not has_broken_call(turn.text, tools)):
         return {"role": "assistant", "content": turn.text}
     message: dict[str, Any] = {"role": "assistant", "content": parsed.text.strip()}
     if parsed.thoughts and splits_thoughts:
         message["reasoning_content"] = parsed.thoughts
+    # Without a field for thoughts they stay where they were, as text before the calls. To leave them out would teach
+    # a model to call without reasoning, which is not what earned the reward.
     elif parsed.thoughts:
         message["content"] = "\n".join(filter(None, (parsed.head.strip(), parsed.text.strip())))
     if calls:
@@ -49,11 +55,15 @@ def turn_message(turn: Turn, tools: ShownTools, *, splits_thoughts: bool = False
 
 def calls_of(turn: Turn, tools: ShownTools) -> list[dict[str, Any]]:
     """The calls of a turn in OpenAI's envelope, with the ids by which the answers name them; none if any is broken."""
+    # One broken call makes the whole turn text, even if others in it are well-formed: with these alone as calls, the
+    # export would show a turn that the policy never took.
     if not tools.schemas or has_broken_call(turn.text, tools):
         return []
     observation = () if turn.step is None else turn.step.observation
     ids = [str(message.get("tool_call_id", "")) for message in observation if message["role"] == "tool"]
     calls = [call for call in _parsed(turn.text, tools).calls if isinstance(call, ToolCall)]
+    # The ids are those under which the answers were journaled, so call and answer still belong together in another
+    # format. A turn after which the episode ended has no answers, and its calls get numbers.
     call_ids = [*ids, *(f"call{number:05d}" for number in range(len(ids), len(calls)))]
     return [
         {"id": id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}

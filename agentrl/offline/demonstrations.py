@@ -44,6 +44,8 @@ _PAIR_KEYS = _ORIGIN_KEYS | {"prompt", "completion", "tools", "functions"}
 _EXACT_KEYS = _ORIGIN_KEYS | {"turns"}
 _TURN_KEYS = frozenset({"parent", "prompt_ids", "token_ids", "learns"})
 _PICTURE_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+# Bounds of a conversation are a matter of an environment's declaration; a file has none. These are so large that only
+# nonsense is beyond them, and `max_context` is the bound that people set.
 _SPACE = MessagesSpace(max_messages=100_000, max_length=64 << 20, max_images=100_000)  # the renderer refuses images
 
 
@@ -52,12 +54,15 @@ def read(file: Path, renderer: Renderer, *, vocab: int, max_context: int) -> lis
     UsageError, with the line or row, for one that is malformed, longer than `max_context` tokens, or without a token to
     learn."""
     episodes: list[Trajectory] = []
+    # A key that nothing reads is usually in every row of a file. One notice a row would bury the one that matters, so
+    # they are counted, and each is printed once with its first place.
     with notices.gathered():
         for number, place, row in _rows(file):
             try:
                 with notices.at(place):
                     turns = _turns(row, renderer)
             except (ValueError, KeyError, TypeError, ModelError) as error:
+                # The text of a KeyError is only the quoted key, which reads as nonsense behind a line number.
                 reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
                 raise UsageError(f"{place}: {reason}") from error
             _check(turns, place, vocab, max_context)
@@ -74,6 +79,9 @@ def _rows(file: Path) -> Iterator[tuple[int, str, Any]]:
             yield number, f"{file}, row {number}", row
         return
     try:
+        # `utf-8-sig` because spreadsheets and Windows editors begin a file with a byte-order mark, which JSON
+        # refuses. `newline="\n"` because universal newlines would split a line at a lone carriage return, and the
+        # numbers in errors would no longer be those of an editor.
         with file.open(encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -92,7 +100,11 @@ def _rows(file: Path) -> Iterator[tuple[int, str, Any]]:
 def _turns(row: Any, renderer: Renderer) -> list[Turn]:
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
+    # A table of Parquet or CSV has every column in every row, those that a row does not use as null. Null is
+    # therefore absence, or `functions: null` would forbid `tools`.
     table = {name: value for name, value in cast("dict[str, Any]", row).items() if value is not None}
+    # Either could be trained, and they need not be the same. A guess here would be wrong without anybody's notice,
+    # and a wrong demonstration is learned as well as a right one.
     if "turns" in table and "messages" in table:
         raise ValueError("it has turns, the exact tokens of a model, beside messages: give one of them")
     if "turns" in table:
@@ -104,6 +116,8 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
     elif "prompt" in table:
         _name_unused(table, _PAIR_KEYS)
         talk = _prompted(table)
+    # ShareGPT's `from` and `value` are refused by name. Their roles are not standardised, and to guess which speaker
+    # is the assistant decides what is trained.
     elif "conversations" in table or "conversation" in table:
         raise ValueError("conversations are not read: give messages, each with role and content")
     else:
@@ -113,6 +127,8 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
     if "functions" in table and "tools" in table:
         raise ValueError("it has functions beside tools: give tools alone")
     tools = plain_tools(table.get("tools", table.get("functions")))
+    # Arrow gives all structs of a column the union of their keys: the arguments of a call then have a null for each
+    # argument of every other tool. Trained as they are, they would teach calls with dozens of nulls.
     messages = without_padded_arguments(plain_messages(talk), tools)
     if reason := _SPACE.why_not(messages):
         raise ValueError(reason)
@@ -125,6 +141,8 @@ def _turns_of(messages: Messages, tools: Sequence[Mapping[str, Json]], renderer:
     spoken: list[Mapping[str, Any]] = []
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
+            # Also the messages that are only context: the renderer returns one turn for each message of the
+            # assistant, and the two lists are zipped below. Context is marked, not left out.
             spoken.append(message)
             if is_trained(message):
                 _check_calls(number, message, tools)
@@ -135,11 +153,17 @@ def _turns_of(messages: Messages, tools: Sequence[Mapping[str, Json]], renderer:
             notices.note("demonstrations", f"a mark to train a message of role {message['role']!r}: it is context")
     if messages and messages[-1]["role"] != "assistant" and spoken:
         notices.note("demonstrations", "messages behind the assistant's last one are not used")
+    # The marks are ours and not the template's. Left in, the renderer would name them as keys that the template does
+    # not read, for every file that uses them.
     bare = tuple(cast("Message", {k: v for k, v in message.items() if k not in TRAINING_MARKS}) for message in messages)
     renderer.name_unread(bare, tools)
     turns: list[Turn] = []
     context_ids: list[int] = []  # the tokens up to the end of the last turn
     for (prompt_ids, token_ids), message in zip(renderer.demonstrated(bare, tools), spoken, strict=True):
+        # A turn extends the one before only if its prompt begins with exactly those tokens (law 1: tokens in, tokens
+        # out). Equality of the messages would not do: a template that strips earlier reasoning writes other tokens
+        # for the same messages, and the trained tokens would stand behind a context that the model never sees when it
+        # acts.
         goes_on = bool(context_ids) and list(prompt_ids[: len(context_ids)]) == context_ids
         new_ids = prompt_ids[len(context_ids) :] if goes_on else prompt_ids
         parent = len(turns) - 1 if goes_on else None
@@ -154,6 +178,8 @@ def _check_calls(number: int, message: Mapping[str, Any], tools: Sequence[Mappin
     offered = {cast("Mapping[str, Any]", tool.get("function", tool)).get("name") for tool in tools}
     for call in message.get("tool_calls", ()):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        # A template writes arguments that are text or a list without complaint, in a form that no parser of calls
+        # takes back. In context it is history; trained, it teaches a call that always fails.
         if not isinstance(arguments, dict):
             hint = "give a JSON object, or the message weight 0"
             raise ValueError(f"message {number}: the arguments of {name!r} are {arguments!r:.60}: {hint}")
@@ -164,6 +190,8 @@ def _check_calls(number: int, message: Mapping[str, Any], tools: Sequence[Mappin
 def _name_unused(row: Mapping[str, Any], used: frozenset[str]) -> None:
     """One notice for each key of a row that nothing here reads. Raises ValueError for a mark of what is trained: marks
     are those of messages, and a row that is marked as context must not be trained."""
+    # Refused, not merely named as unused: some data sets mask whole rows this way, and a row that its author excluded
+    # would be trained. `tests/run/test_sft.py::test_a_row_that_would_teach_something_else_is_refused`.
     for key in (*TRAINING_MARKS, "mask", "loss_mask"):
         if isinstance(value := row.get(key), bool | int | float | list) and value != 1:
             raise ValueError(f"the row has {key} = {value!r:.40}: give its messages weight 0, or leave the row out")
@@ -191,9 +219,13 @@ def _prompted(row: Mapping[str, Any]) -> list[Any]:
     for place, message in enumerate(prompt):
         if isinstance(message, Mapping) and cast("Mapping[str, Any]", message).get("role") == "assistant":
             fields = cast("Mapping[str, Any]", message)
+            # A template ends the assistant's message before the completion begins, so the completion would open a
+            # second message of the assistant, which is not how a model continues words of its own.
             if place == len(prompt) - 1 and not fields.get("tool_calls"):
                 hint = "put these words at the beginning of the completion"
                 raise ValueError(f"the prompt ends with the assistant's words: {hint}")
+            # A mark in the prompt that asks to train it is overruled: a prompt is context.
+            # `tests/run/test_sft.py::test_what_the_assistant_says_in_a_prompt_is_context`.
             marks = {key: value for key, value in fields.items() if key not in TRAINING_MARKS}
             prompt[place] = {**marks, "weight": 0}
     return [*prompt, *_messages(row, "completion", "assistant")]
@@ -214,6 +246,8 @@ def _exact(at: int, turn: Any) -> Turn:
     for key in sorted(turn.keys() - _TURN_KEYS):
         notices.note("demonstrations", f"the key {key!r} of a turn is not used")
     parent, learns = turn["parent"], turn.get("learns", True)
+    # `type(...) is not int` because `True` is an int, and a file that mixes up `parent` and `learns` would make turn
+    # 1 the parent without complaint.
     if parent is not None and (type(parent) is not int or not 0 <= parent < at):
         raise ValueError(f"turn {at} extends turn {parent!r:.40}")
     if not isinstance(learns, bool):
@@ -231,6 +265,8 @@ def _turn(index: int, parent: int | None, prompt: Sequence[int], said: Sequence[
         parent=parent,
         prompt_ids=tuple(prompt),
         token_ids=tuple(said),
+        # Nobody sampled these tokens, so there is no behaviour policy. The zeros take its place, and supervised
+        # training never reads them: its loss is of the log-probs of now.
         logprobs=(0.0,) * len(said),
         spans=(VersionSpan(0, 0, len(said)),) if said else (),
         finish="stop",
@@ -242,8 +278,12 @@ def _turn(index: int, parent: int | None, prompt: Sequence[int], said: Sequence[
 def _check(turns: Sequence[Turn], place: str, vocab: int, max_context: int) -> None:
     lengths: list[int] = []
     for turn in turns:
+        # A length is that of the whole context up to the end of the turn, for it is what the model computes at once.
+        # That of a turn alone would let long conversations through to an error of the device.
         before = 0 if turn.parent is None else lengths[turn.parent]
         lengths.append(before + len(turn.prompt_ids) + len(turn.token_ids))
+        # The first token of a sequence is predicted from nothing, so a turn without a token before it would have one
+        # that cannot be learned.
         if not before and not turn.prompt_ids:
             raise UsageError(f"{place}: turn {turn.index} has no token before it")
         if max((*turn.prompt_ids, *turn.token_ids), default=0) >= vocab:
@@ -263,5 +303,6 @@ def _episode(number: int, turns: Sequence[Turn]) -> Trajectory:
         start=(),
         turns=tuple(turns),
         stop_reason=StopReason.DONE,
+        # Supervised training reads no outcome; it is there because a scored episode must have one.
         outcome=0.0,
     )

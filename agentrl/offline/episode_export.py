@@ -38,10 +38,14 @@ class Choice:
         """Ids of the chosen episodes, in order."""
         by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         for row in _rows(reads):
+            # An episode that a failing sandbox ended, or that no reward source scored, shows nothing of the policy.
             if row.stop_reason is not None and row.stop_reason.by_policy and row.outcome is not None:
                 by_task[pack_identity(row.task)].append((-row.outcome, row.id))
         at_most = self.per_task or (1 if self.best_of is not None else None)
         chosen: list[int] = []
+        # Ids are numbers in the order of creation, so the first `best_of` are the first attempts: the choice does not
+        # depend on how many more a later step added. Sorting by the negated outcome, then the id, breaks ties the
+        # same way in every run of this command.
         for scored in by_task.values():
             good_enough = [
                 member
@@ -71,6 +75,8 @@ def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_th
     turn's reasoning is `reasoning_content` in messages. Raises UsageError if the file cannot be written."""
     selected = Selected()
     try:
+        # One episode at a time: the choice needs a number and an outcome for each, and only what is written needs its
+        # tokens in memory, for a moment.
         with out.open("w", encoding="utf-8") as file:
             for id in choice.of(reads):
                 trajectory = reads.trajectory(id)
@@ -101,12 +107,17 @@ def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bo
     Not every message of the assistant is the policy's to learn: those of the prompt and masked turns have weight 0, and
     so has a turn that its length cut, which a demonstration would teach to end there."""
     turns, start = trajectory.turns, trajectory.start
+    # A prompt that ends with the assistant's words has the policy finish a message. In messages it would become two,
+    # or one of which an unknown part is to be learned.
     is_begun = bool(start) and start[-1]["role"] == "assistant" and not start[-1].get("tool_calls")
     if is_begun or any(
         turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in turns
     ):
         told.rewritten += 1
         return None
+    # A turn that its length cut has no end of its own. As a message it would get one from the template, and the model
+    # would learn to stop in the middle of a sentence. It stays as context: later turns were sampled behind it.
+    # `tests/run/test_sft.py::test_turns_that_are_not_to_be_learned_are_context_in_an_export`.
     is_learned = [turn.learns and not _is_masked(turn) and turn.finish != "length" for turn in turns]
     if not any(is_learned):
         told.untaught += 1
@@ -114,9 +125,12 @@ def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bo
     told.cut += sum(turn.finish == "length" for turn in turns)
     messages = list(conversation(trajectory, splits_thoughts=splits_thoughts))
     spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    # The assistant's messages in the prompt come first, and nobody knows whether they are good: they are examples
+    # that the environment chose, not what earned the outcome.
     for place, learns in zip(spoken, [*[False] * (len(spoken) - len(turns)), *is_learned], strict=True):
         if not learns:
             messages[place] = cast("Message", {**messages[place], "weight": 0})
+    # What the environment answered to the last turn is not context of anything that is trained.
     last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     told.broken_calls += sum(has_broken_call(turn.text, trajectory.tools) for turn in turns)
     tools = {"tools": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
@@ -129,6 +143,8 @@ def _is_masked(turn: Turn) -> bool:
 
 def _token_line(trajectory: Trajectory, told: Selected) -> dict[str, Any] | None:
     """The tokens as they were sampled; masked turns, and those of policies that do not learn, are context."""
+    # Text without tokens: retention has dropped them. They are not made again from the text, since a tokenizer's
+    # answer for a text need not be the tokens that were sampled (law 1).
     if any(not turn.token_ids and turn.text for turn in trajectory.turns):
         told.dropped += 1
         return None

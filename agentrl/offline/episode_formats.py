@@ -27,6 +27,8 @@ from agentrl.store.reads import Readers
 
 ForeignFormat = Literal["atif", "inspect", "verifiers", "parquet"]
 FOREIGN: Final[tuple[str, ...]] = get_args(ForeignFormat)
+# A row group is what a reader of Parquet has in memory at once, and what it can skip; 64 episodes with all their
+# tokens are some tens of megabytes at most.
 _ROWS: Final = 64  # episodes in a row group of Parquet
 _SOURCES: Final = {"system": "system", "assistant": "agent"}
 
@@ -64,6 +66,8 @@ def _named(trajectory: Trajectory) -> Trajectory:
 @contextmanager
 def _whole(out: Path) -> Generator[TextIO]:
     """A file that is there when the block has ended well, and not before."""
+    # A log of Inspect or a Parquet file without its end is unreadable, and one JSON line too few goes unnoticed. So a
+    # file has its name only once it is whole.
     part = out.with_name(f"{out.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -75,6 +79,8 @@ def _whole(out: Path) -> Generator[TextIO]:
 
 def _text(text: str) -> str:
     """Text that UTF-8 can hold."""
+    # JSON escapes a lone surrogate and Python reads it back; the readers here are in other languages or in pydantic,
+    # which refuse the whole file for it. A byte-level model does sample such texts.
     return text.encode(errors="replace").decode()
 
 
@@ -140,6 +146,8 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
     call_ids = {call["id"] for call in calls}
     results: list[dict[str, Any]] = []
     for message in (message for message in observed if message["role"] == "tool"):
+        # ATIF checks that an answer names a call of its own step. An answer to a call that was broken, and is
+        # therefore text, names none.
         source = message.get("tool_call_id")
         results.append(
             {"content": _text(message["content"]), **({"source_call_id": source} if source in call_ids else {})}
@@ -153,6 +161,8 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
         }
     step: dict[str, Any] = {
         "source": "agent",
+        # The calls are repeated in `tool_calls`; the text stays as sampled because a reader who debugs a policy wants
+        # to see what it wrote, marks included, not what a parser made of it.
         "message": _text(turn.text),
         "timestamp": _time(turn.ended_s),
         "llm_call_count": 1,
@@ -179,6 +189,7 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
 
 
 def _write_inspect(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
+    # Inspect wants the times of its own evaluation; the log is made now. When an episode was played is in its sample.
     written, now = 0, _time(datetime.now(UTC).timestamp())
     head = {
         "version": 2,
@@ -194,6 +205,8 @@ def _write_inspect(episodes: Iterator[Trajectory], out: Path, config: RunConfig)
         "stats": {"started_at": now, "completed_at": now},
     }
     with _whole(out) as file:
+        # The head without its closing brace, then the samples as they come: a log is one JSON object, and a run's
+        # episodes are more than should be in memory at once.
         file.write(json.dumps(head)[:-1] + ', "samples": [')
         for trajectory in episodes:
             file.write((",\n" if written else "\n") + json.dumps(_inspect_sample(trajectory, config)))
@@ -217,6 +230,7 @@ def _inspect_sample(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]
         "id": trajectory.episode_id,
         "epoch": 1,
         "input": [_message(message) for message in trajectory.start],
+        # Required by the format. Rewards here are computed, not compared with a target text.
         "target": "",
         "messages": [_message(message) for message in conversation(trajectory)],
         "scores": scores,
@@ -305,6 +319,8 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
     root = add(trajectory.start, None, began_s)
     for turn in trajectory.turns:
         parent = root if turn.parent is None else ends[turn.parent]
+        # A turn whose parent is not the turn before begins a context of its own (its environment rewrote the
+        # history). In a tree of messages that is another root, with the messages that the environment put there.
         rewritten = None if turn.index == 0 else getattr(trajectory.turns[turn.index - 1].step, "history", None)
         if turn.parent is None and rewritten is not None:
             parent = add(rewritten, None, turn.started_s)
@@ -315,6 +331,8 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
                 "parent": parent,
                 "sampled": True,
                 "timestamp": turn.ended_s,
+                # A turn's `prompt_ids` are only those that are new behind its parent, so the path from the root has
+                # each token once, and the mask says which of them were sampled.
                 "token_ids": [*turn.prompt_ids, *turn.token_ids] if n else [],
                 "mask": [False] * len(turn.prompt_ids) + [True] * n if n else [],
                 "logprobs": list(turn.logprobs),
@@ -385,6 +403,8 @@ def _schema(arrow: Any) -> Any:
             ("ended_s", arrow.float64()),
             ("prompt_ids", arrow.list_(arrow.int32())),
             ("token_ids", arrow.list_(arrow.int32())),
+            # Engines return log-probs in float32; float64 would double the largest column for digits that nobody
+            # measured.
             ("logprobs", arrow.list_(arrow.float32())),
             ("versions", arrow.list_(arrow.int64())),
         ]

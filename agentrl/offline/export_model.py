@@ -60,6 +60,7 @@ def export(
     An adapter is written as such, unless it is to be merged. `role` has a model of its own, which is written in the
     place of the others'. A file has at most so many bytes, or one tensor. Raises
     UsageError, RunFailed, or ModelError for a damaged checkpoint."""
+    # Resolved at once: `.` has no name of its own to derive the draft's from.
     checkpoint, folder = _checkpoint(run, step), folder.resolve()
     source = checkpoint if role is None else _of_role(checkpoint, role)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -67,15 +68,24 @@ def export(
     is_model = merge or not (source / ADAPTER).is_dir()
     if not is_model and dtype != "auto":
         raise UsageError(f"--dtype {dtype} is for a whole model, and an adapter stays as it is: add --merge")
+    # Before a byte is written. A damaged file can be valid safetensors, and the export would spread it.
     digests.check(checkpoint)
+    # Beside the folder and not in the system's temporary one: a rename is atomic only within one file system.
+    # `tests/run/test_exporting.py::test_it_writes_over_nothing_and_leaves_no_half`.
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         exported = _model(source, draft, dtype, most) if is_model else _adapter(source, draft, _model_of(run, None))
+        # Compared with the folder that the run began with and not with the checkpoint alone, which is where the
+        # exported files come from: a template that was lost when the checkpoint was saved is missing in both. Such a
+        # model is sound and looks broken, since it gets prompts that it was not trained with
+        # (`test_an_export_asks_with_the_prompts_that_the_model_was_trained_with_or_is_none`).
         _check_prompts(draft, _begun_with(run, role) or source)
         draft.rename(folder)
     except (OSError, SafetensorError) as error:
+        # The run goes on meanwhile and removes old checkpoints (`train.keep_checkpoints`). That is no damage, and the
+        # newest at the next try is another one.
         if source.is_dir():
             raise RunFailed(f"cannot write {source} to {folder}: {error}") from error
         raise RunFailed(f"the run went on and has dropped {source}: type the same again") from error
@@ -126,6 +136,8 @@ def _begun_with(run: Path, role: str | None) -> Path | None:
 def _model_of(run: Path, role: str | None) -> str:
     """The model that a run began with, as transformers finds it: an id of the hub, or a folder of this machine."""
     name = _name_of(run, role)
+    # A name that only this machine understands (a run's, a registered id, one with a scheme) must become a folder in
+    # `adapter_config.json`; an id of the hub must stay one, so that the adapter loads on another machine.
     ours = Path(name).is_dir() or ":" in name or name in registry.ids("models")
     return str(model_dir(name).resolve()) if ours else name
 
@@ -137,6 +149,8 @@ def _model(source: Path, draft: Path, dtype: str, most: int) -> str:
         raise UsageError(f"{source / _CONFIG} has dtype {name!r}: give --dtype, of {', '.join(_DTYPES)}")
     copy_description(source, draft)
     (draft / _CONFIG).write_text(json.dumps(_having(settings, name), indent=2) + "\n")
+    # Without this file transformers makes one from the configuration, with ends of a turn that may be fewer than
+    # those the model was trained with. Written down, they are the same for every reader.
     if not (draft / _GENERATION).is_file():
         GenerationConfig.from_model_config(AutoConfig.from_pretrained(draft, local_files_only=True)).save_pretrained(
             draft
@@ -152,9 +166,13 @@ def _weights(source: Path, draft: Path, dtype: torch.dtype, most: int) -> int:
 
         def read(name: str) -> Tensor:
             tensor = opened.get_tensor(name)
+            # Float32 stays for norms, biases and the router's corrections: bfloat16 has eight bits of significand,
+            # and these few numbers scale everything else.
             return tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() > 1 else tensor
 
         places = weight_file.places(weight_file.open_bytes(source))
+        # Sizes come from the file's header, so the split is known before a tensor is read. The factory of
+        # huggingface_hub calls `get_storage_size` on whatever the values are, here already numbers.
         sizes = {place.name: place.numel * dtype.itemsize for place in places}
         split = split_state_dict_into_shards_factory(
             cast(Any, sizes),
@@ -181,6 +199,8 @@ def _check_prompts(draft: Path, model: Path) -> None:
     messages: list[Message] = [{"role": "user", "content": "What is in notes.txt?\n"}]
     schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     function = {"name": "read_file", "description": "Reads a file.", "parameters": schema}
+    # With and without tools, since a template writes them in a branch of its own and a lost file may change only that
+    # one.
     for tools in ((), ({"type": "function", "function": function},)):
         run_prompt, other = (each_renderer.start(messages, tools) for each_renderer in (renderer, exported))
         if run_prompt != other:
@@ -200,6 +220,7 @@ def _adapter(source: Path, draft: Path, model: str) -> str:
     copy_description(source, draft, but={_CONFIG, _GENERATION})
     shutil.copytree(source / ADAPTER, draft, dirs_exist_ok=True)
     name, _, revision = model.partition("@")
+    # PEFT reads a hub id and its revision from two fields; `id@revision` in one would be looked up as a name.
     for file in draft.rglob(_ADAPTER_CONFIG):
         settings = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
         file.write_text(json.dumps(settings, indent=2) + "\n")
@@ -216,6 +237,8 @@ def _having(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
     parts = {
         name: _having(part, dtype)
         for name, part in settings.items()
+        # Models with several parts (text and vision) name the dtype in each part's configuration as well, and
+        # transformers believes the inner one.
         if name.endswith("_config") and "dtype" in (part or {})
     }
     rest = {name: value for name, value in settings.items() if name != "torch_dtype"}

@@ -28,8 +28,12 @@ from agentrl.records import POLICY, Json, Message, Task
 from agentrl.registration import make
 from agentrl.rollout.text_policy import TextAnswer, TextPolicy, cause_of, play_text
 
+# Enough that sandboxes overlap their waits, and few enough that a laptop runs them.
 _AT_ONCE: Final = 8  # episodes
+# An environment may have no oracle for some of its tasks; one that has none for 64 in a row most likely has none at
+# all, and the search through its seeds would not end.
 _IN_A_ROW: Final = 64  # tasks without a demonstration, after which the search ends
+# An oracle's turns have no tokens, so a context of any length fits; the bound on turns catches a policy in a loop.
 _LIMITS: Final = Rollout(max_context=1 << 30, max_turns=TURNS)
 
 
@@ -95,6 +99,8 @@ async def _play_all(
     """One seed after the other, some at the same time; their lines are in the order of the seeds."""
     written, seed, in_a_row = Written(), wanted.seed, 0
     while written.demonstrations < wanted.n:
+        # In batches with a wait at the end of each, not with a pool that is always full: the lines must be in the
+        # order of their seeds, and which seeds are played must not depend on which were quick.
         seeds = range(seed, seed + min(_AT_ONCE, wanted.n - written.demonstrations))
         lines: dict[int, dict[str, Any] | str] = {}
         failures: dict[int, Exception] = {}
@@ -108,6 +114,7 @@ async def _play_all(
         async with trio.open_nursery() as nursery:
             for each_seed in seeds:
                 nursery.start_soon(play, each_seed, lines, failures)
+        # The lowest seed's failure, so that the same command reports the same one however the tasks raced.
         if failures:
             raise failures[min(failures)]
         for each_seed in seeds:
@@ -128,11 +135,15 @@ async def _play_all(
 
 async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
     """The line of one task; or why it has none."""
+    # A generator for each task, from the seed and its number alone: one for all would hand its numbers out in the
+    # order in which tasks happen to run.
     rng = random.Random(f"{wanted.seed}/{seed}")
     errs = rng.random() < wanted.mistakes
     tried: set[int] = set()
     while True:
         with boundary(EnvError, f"{wanted.env} raised", place=True):
+            # A fresh environment at each try. One that has played an episode may keep state that the next oracle
+            # would meet.
             env = as_async(make(wanted.env, **wanted.kwargs))
         actor = _Actor(wanted.env, env, errs, rng, tried)
         policy = TextPolicy(actor.answer, tool_format=env.template_format)
@@ -146,6 +157,8 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
         oracle = actor.oracle
         if oracle is None:
             raise UsageError(f"{wanted.env}, seed {seed}: the episode is over before an oracle acts")
+        # Refused, not left out: an oracle that gets another outcome than it declares means that the environment or
+        # its reward is wrong, and whatever is trained on it learns that.
         if trajectory.outcome != oracle.outcome:
             problem = f"{oracle.name!r} gets {trajectory.outcome:g} and must get {oracle.outcome:g}"
             raise UsageError(f"{wanted.env}, seed {seed}: {problem}: see agentrl validate {wanted.env}")
@@ -153,6 +166,8 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
             turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in trajectory.turns
         ):
             return "its episodes have several roles or rewrite their history: they are no single conversation"
+        # An oracle that was silent in a turn is tried no more (`tried`), and the loop plays another one: a template
+        # writes an empty message as an end of the turn, which would teach the model to say nothing.
         if all(turn.text.strip() for turn in trajectory.turns):
             messages = _with_ids(policy.conversation(trajectory))
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
@@ -185,6 +200,8 @@ class _Actor:
         if self.oracle is None:
             self.oracle, self.tools = self._chosen(), tools
         with boundary(EnvError, f"{self.env_id}: oracle {self.oracle.name!r} raised", place=True):
+            # On this thread: an oracle computes its answer from the task and returns at once; a thread for each turn
+            # would cost more than it does.
             text: str = await sync_async.call(self.oracle.policy, tuple(news), blocking=False)
         return TextAnswer(text, self._as_message(text))
 
@@ -208,6 +225,7 @@ class _Actor:
         """The turn as any chat template takes it: calls as calls, if the environment has tools and all are whole."""
         parsed = format_of(self.env).parse(text, self.tools)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        # A policy that errs may write a broken call on purpose. It stays the text that it is.
         if not (self.tools and calls) or len(calls) < len(parsed.calls):
             return Message(role="assistant", content=text)
         written: list[dict[str, Json]] = []

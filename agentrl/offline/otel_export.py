@@ -27,6 +27,7 @@ _KNOWN: Final = {
     "role": "rl.turn.role",
 }
 _DEADLINE_S: Final = 30.0
+# Collectors bound the size of a request by some megabytes; 500 spans with their attributes are far below.
 _BATCH: Final = 500  # spans that are sent at once, and those of the last episode
 
 
@@ -60,6 +61,8 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
     tracer = provider.get_tracer("agentrl")
     sent = 0
 
+    # The exporter is called here, not by a BatchSpanProcessor: that one drops spans when its queue is full and only
+    # logs when an endpoint refuses them. This is an export of a finished record, in which none may be missing.
     def send() -> int:
         if ended and exporter.export(ended) is not results.SpanExportResult.SUCCESS:
             hint = "is an OTLP endpoint there?"
@@ -78,6 +81,8 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
         exported.end(end_time=_ns(span.ended_s))
 
     for span in spans:
+        # An empty context, so that each episode is the root of a trace of its own even if the calling process is
+        # traced itself.
         make(span, context.Context())
         if len(ended) >= _BATCH:
             sent += send()
@@ -85,6 +90,7 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
 
 
 def _collector(sdk: Any, ended: list[Any]) -> Any:
+    # Defined in a function because its base exists only where the optional package is installed.
     class Collector(sdk.SpanProcessor):
         def on_end(self, span: Any) -> None:
             ended.append(span)
@@ -114,6 +120,8 @@ def _attributes(span: RunSpan, model: str) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Json) -> Json:
+    # OpenTelemetry allows these types and drops others with a warning. A conversation's id is text by the
+    # conventions.
     return str(value) if name == "episode" or not isinstance(value, bool | int | float | str) else value
 
 

@@ -82,6 +82,10 @@ class TokenDump:
 
     def _parts(self, algo: Algorithm, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         """Return each token's [K] part of the loss, and the derivative of the loss by its log-prob."""
+        # A loss is a sum over tokens, each times its weight, so a token's part is its weight times the derivative by
+        # it. That holds for every loss that is linear in the weights, without knowing its formula;
+        # `tests/run/test_retrain.py::test_what_happens_to_each_token_is_written` checks the sum. Copies, because the
+        # derivatives must not reach the tensors of the step that is being looked at.
         weight_K = tokens["weight"].detach().clone().requires_grad_()
         logprobs_K = outputs.logprobs_K.detach().clone().requires_grad_()
         values_K = None if outputs.values_K is None else outputs.values_K.detach()
@@ -99,6 +103,8 @@ class TokenDump:
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(inner) for inner in cast("list[Any]", value)]
+    # `NaN` and `Infinity` are not JSON; a dump is read with tools that refuse them, and what is not finite is just
+    # what one looks for.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -170,6 +176,7 @@ def retrain(
     setting."""
     config = run.config()
     _otherwise(config, settings)  # a bad setting fails at once
+    # A checkpoint written into the run's own folder would be its newest, and the run would go on from it.
     if out is not None and out.resolve().is_relative_to(run.path.resolve()):
         raise UsageError(f"--out {str(out)!r} is inside the run, which must not change: give another folder")
     if out is not None and out.exists():
@@ -181,10 +188,16 @@ def retrain(
         replay = _Replay(config, store, begun)
         for earlier_step in range(first + 1, step):
             told(f"step {earlier_step}, on the way to {step}")
+            # From the checkpoint on, every step is needed: the moments of the optimizers are the sum of them all. The
+            # settings of now hold for the last step alone, or their effect would not be that of one step
+            # (`test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not`).
             replay.train(earlier_step)
         if (other := _otherwise(replay.config_of(step), settings)) is not None:
+            # A new learner instead of `retune`: other settings may need models (a critic, a moving average) that the
+            # run does not have, and a learner makes its models when it is built.
             replay.go_on_with(other)
         if file is not None:
+            # Only for the step in question: earlier steps have thousands of tokens that nobody asked about.
             replay.learner.worker.on_pass = TokenDump(file, step - 1)
         groups, metrics, recorded = replay.train(step)
         saved = None
@@ -217,6 +230,9 @@ class _Replay:
             try:
                 self.learner.load(begun)
             except OSError as error:
+                # Nothing locks the run: it must not notice that somebody looks
+                # (`tests/run/test_retrain.py::test_nothing_of_the_run_is_written`). A checkpoint that disappears
+                # between the choice and the reading is therefore an ordinary outcome.
                 hint = "the run goes on and removed it: give the command again"
                 raise UsageError(f"checkpoint {str(begun)!r} cannot be read ({error.strerror}): {hint}") from error
         self._recorded = {
@@ -236,6 +252,8 @@ class _Replay:
         is new."""
         old = self.learner
         new = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
+        # The masters, not the weights in the dtype of computing: a step smaller than half a unit of bfloat16 is in
+        # the masters only, and without it the step would begin from other weights than the run had.
         for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
             master_weights.load(mine.module, master_weights.state(theirs.module))
         if new.models.critic is not None:
@@ -255,6 +273,8 @@ class _Replay:
                     tensor.copy_(theirs[parameter])
         for name, optimizer in new.models.optimizers.items():
             before = old.models.optimizers.get(name)
+            # Moments belong to parameters by their order. With other sizes they would belong to other parameters, and
+            # fresh ones are the honest start. The groups' settings are the new ones: they are what is being tried.
             if before is not None and _sizes(before) == _sizes(optimizer):
                 state = {"state": before.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
                 optimizer.load_state_dict(state)
@@ -264,6 +284,7 @@ class _Replay:
     def train(self, step: int) -> tuple[list[Group], dict[str, Any], Mapping[str, Any] | None]:
         """One step: its groups, its metrics now, and those of the run."""
         metrics, marks = self._metrics.get(step), self._recorded.get(step)
+        # A setting that was changed while the run went on holds from its step on, here as then.
         if self._as_it_was and (config := self.config_of(step)) != self._config:
             self._config = config
             self.learner.retune(config.learner)
@@ -271,6 +292,8 @@ class _Replay:
         here = circumstances(self._config.train) | {"ranks": 1}
         if marks is not None and self._as_it_was:
             was = cast("dict[str, Any]", marks["with"])
+            # The number of threads decides how a matrix product is split and so the order of its sums. With another
+            # one the last bits differ, and the comparison would report a difference that is none.
             torch.set_num_threads(int(was["threads"]))
             here["threads"] = was["threads"]
             self.notes += [
@@ -296,12 +319,16 @@ class _Replay:
             return groups
         places = {id: place for place, id in enumerate(cast("list[int]", metrics.get("groups", [])))}
         weights = cast("dict[str, float]", metrics.get("group_weights", {}))
+        # The order of groups decides which minibatch they are in, and the order of sums. The store has them by
+        # number; the run's metrics have the order in which the step took them, and what each weighed.
         ordered = sorted(groups, key=lambda group: (group.skipped, places.get(group.id, len(places))))
         return [replace(group, weight=weights.get(str(group.id), 1.0)) for group in ordered]
 
     def _compare(self, step: int, recorded: Sequence[str]) -> None:
         hashes = self.learner.hashes()
         self.compared.append(step)
+        # By position: the record has hashes without names, in the order of the learner's tensors. `zip_longest` so
+        # that a tensor too many or too few is a difference instead of an end.
         pairs = itertools.zip_longest(hashes.items(), recorded, fillvalue=("(a tensor that is not here)", ""))
         wrong = tuple(mine[0] for mine, theirs in pairs if mine[1] != theirs)
         if wrong and self.difference is None:
@@ -315,6 +342,8 @@ def _otherwise(config: RunConfig, settings: Sequence[str]) -> RunConfig | None:
     document = config.model_dump(mode="json")
     for setting in settings:
         key = setting.partition("=")[0].strip()
+        # What decided which episodes exist (environment, rollout, model) cannot be changed afterwards. Refused here,
+        # so that nobody takes the unchanged result for an answer.
         if not key.startswith("algo.") and key not in (f"train.{name}" for name in _OTHERWISE):
             may = f"a step is trained again with another algo.…, or train.{', '.join(_OTHERWISE)}"
             raise ConfigError("--set", setting, may)
@@ -329,6 +358,8 @@ def _begin(run: RunDir, config: RunConfig, store: RunStore, step: int) -> Path |
     if step not in steps:
         trained = f"it has trained {_ranges(sorted(steps))}" if steps else "it has trained none yet"
         raise UsageError(f"--step {step}: the run has no such step: {trained}")
+    # The newest start costs the fewest steps. An earlier one never helps when its own steps are gone, since it needs
+    # those of the newest as well.
     first = max(each_step for each_step in starts if each_step < step)
     gone = [each_step for each_step in range(first + 1, step + 1) if steps.get(each_step, "episodes")]
     if not gone:

@@ -18,6 +18,8 @@ from agentrl.store.episode_search import TurnTime
 from agentrl.store.reads import EpisodeRow
 
 SpanKind = Literal["episode", "turn", "environment", "wait", "step", "sync"]
+# A run has hundreds of thousands of episodes, so a page bounds memory. It bounds the time of a read, too: as long as
+# a reader of SQLite holds its snapshot, the write-ahead log of a run that goes on cannot be reset.
 _PAGE: Final = 200  # episodes that are read at once
 
 
@@ -39,11 +41,15 @@ def learner_spans(store: RunStore) -> Iterator[RunSpan]:
     """Steps, with the waits before them, and syncs, those that no rollback undid. A step ends when its weights are
     made: its row is written later, when engines have them."""
     served = store.versions.served_versions()
+    # The row of a step is written once engines have its weights, which may be seconds after the step. Its end is
+    # therefore taken from the version, where one was made.
     made_s = {version.step: version.minted_s for version in served}
     reached_s = 0.0
     for row in store.metrics.values("step"):
         busy, idle = (_seconds(row.values.get(name)) for name in ("busy_s", "idle_s"))
         ended_s = max(reached_s, min(row.time_s, made_s.get(row.step, row.time_s)))
+        # Rows have an end and durations, from different clocks. Each span is clipped to where the one before ended,
+        # so that a correction of the wall clock makes a span too short instead of two that overlap.
         began_s = max(reached_s, ended_s - busy)
         if (waited_s := max(reached_s, began_s - idle)) < began_s:
             yield RunSpan(kind="wait", name="wait for groups", began_s=waited_s, ended_s=began_s)
@@ -62,6 +68,8 @@ def episode_spans(store: RunStore, now_s: float) -> Iterator[RunSpan]:
     after = 0
     while rows := store.reads.episodes(after=after, limit=_PAGE):
         turns = store.search.turn_times(rows[0].id, rows[-1].id)
+        # One query for the turns of a whole page, sorted by episode: one for each episode would be as many queries as
+        # episodes.
         of = {id: list(of_episode) for id, of_episode in groupby(turns, key=lambda turn: turn.episode_id)}
         for row in rows:
             if row.started_s is not None:
@@ -70,6 +78,7 @@ def episode_spans(store: RunStore, now_s: float) -> Iterator[RunSpan]:
 
 
 def _episode(row: EpisodeRow, started_s: float, turns: Sequence[TurnTime], now_s: float) -> RunSpan:
+    # An episode that its process's death cut has no end. Its last turn is the latest moment that is known.
     last_s = max([started_s, *(turn.ended_s for turn in turns)])
     ended_s = max(last_s, now_s if row.ended_s is None else row.ended_s)
     facts: dict[str, Json] = {

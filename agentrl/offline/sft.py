@@ -72,6 +72,8 @@ class SFTConfig(Section):
     normalise: Literal["token", "sequence"] = "token"  # what weighs the same: every token, or every demonstration
     train: Train = Field(default_factory=lambda: Train(**_of_its_own()))  # as in the run file of `agentrl train`
 
+    # Before validation, and only over what a file leaves out: afterwards a default of `Train` cannot be told from the
+    # same value given on purpose.
     @field_validator("train", mode="before")
     @classmethod
     def _with_own_defaults(cls, given: Any) -> Any:
@@ -86,6 +88,8 @@ class SFTConfig(Section):
         """The settings that a learner reads."""
         if self.train.parallel.ranks > 1:
             raise ConfigError("train.parallel.ranks", self.train.parallel.ranks, "a warm start has one: leave it out")
+        # A run's configuration is built around the settings, so that the learner reads one kind of settings, and
+        # every check that a run makes is made here. The environment is a name that is never opened.
         return RunConfig(
             name=self.name,
             seed=self.seed,
@@ -127,10 +131,14 @@ def train(
     """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
     the last checkpoint's folder. Raises UsageError."""
     run = RunDir(out)
+    # Fitted before it is written: `sft.json` holds what was trained with, and a resume on a machine of another kind
+    # does not change the dtype halfway.
     config = _fitted(config, told)
     overwrite = overwrite and (out / SETTINGS).is_file()
     if not overwrite:
         _check_empty(run)
+    # Models and data are read before the old run is removed. A typing error in a path must not cost the folder that
+    # `--overwrite` was given for. `tests/run/test_sft.py::test_overwrite_replaces_a_run_of_ours_and_nothing_else`.
     training = _Training(config, out)
     with run.lock(_BUSY):
         if overwrite:
@@ -160,6 +168,8 @@ def _check_empty(run: RunDir) -> None:
 
 def _clear(run: RunDir) -> None:
     for entry in run.path.iterdir():
+        # The lock is held on this very file. Unlinked, a second process would lock a new file of the same name, and
+        # both would write.
         if entry == run.lock_path:
             continue
         if entry.is_dir() and not entry.is_symlink():
@@ -175,6 +185,8 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
     except (OSError, ValueError) as error:
         raise UsageError(f"{out} holds no run of agentrl sft ({SETTINGS}: {error})") from error
     for override in overrides:
+        # Which demonstrations a step takes, and the schedule of its learning rate, follow from the settings. Changed
+        # halfway, the run would be neither the old one nor a new one, and its checkpoints would not tell.
         if not override.startswith("train.steps="):
             raise UsageError(f"--set {override}: a run that goes on keeps its settings, but for train.steps")
         configuration.apply_override(document, override)
@@ -188,6 +200,8 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
 
 def _name_shared(data: Sequence[Trajectory], held_out: Sequence[Trajectory]) -> None:
     """Name held-out demonstrations that are trained, too: their loss is memory."""
+    # Compared as tokens: two rows that differ only in an unused key, or in how their calls are spelled, are the same
+    # example to the model.
     trained = {tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) for each in data}
     shared = sum(tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) in trained for each in held_out)
     if shared:
@@ -211,6 +225,9 @@ class _Training:
             for files in (config.data, config.held_out)
         )
         _name_shared(self._data, self._held_out)
+        # A batch asks for the order of its pass once for each of its members; an order of a million numbers is not
+        # drawn anew each time. Bound in the constructor, as `functools.cache` on a method would keep every instance
+        # alive.
         self._permutation = cache(self._permuted)
 
     def load_newest(self, told: Callable[[str], None]) -> None:
@@ -251,6 +268,10 @@ class _Training:
         """The demonstrations of step number `step` (from 0), a group for each update: each is in one step of every pass
         over the data."""
         size, n = self._config.examples_per_step, len(self._data)
+        # A place in the endless sequence of passes: pass `place // n`, and there the `place % n`-th of its order. A
+        # batch may reach over the end of a pass, and no demonstration is left out because `n` does not divide. The
+        # state that a resume needs is the step's number alone
+        # (`tests/run/test_sft.py::test_going_on_is_as_if_nothing_had_happened`).
         drawn = [
             (place, self._data[self._permutation(place // n)[place % n]])
             for place in range(step * size, (step + 1) * size)
@@ -261,6 +282,8 @@ class _Training:
 
     def _permuted(self, epoch: int) -> list[int]:
         order = list(range(len(self._data)))
+        # A text as the seed: `seed + epoch` would make pass 1 of seed 0 the pass 0 of seed 1, and two seeds the same
+        # experiment but for one pass.
         random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
         return order
 
@@ -276,9 +299,13 @@ class _Training:
             rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
         ):
             accuracy = _Accuracy(learner)
+            # Under `no_grad` no activations are stored and nothing is computed again: a measurement costs a third of
+            # a step over as many tokens.
             outputs = learner.worker.passes.forward(pack, trained=())
             accuracy.count(pack, pack.columns, outputs)
             accuracy.close()
+            # The weights sum to 1 over all packs, as in a step, so the sum over packs is the mean that `normalise`
+            # names, and it can be compared with the loss of training.
             loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())
             hits, tokens = hits + accuracy.hits, tokens + accuracy.tokens
         return {"held_out_loss": loss, "held_out_accuracy": hits / tokens}
@@ -296,6 +323,8 @@ class _Accuracy:
     def __init__(self, learner: Learner) -> None:
         self.hits = self.tokens = 0
         self._learner, self._best = learner, list[Tensor]()
+        # A hook, since logits are not among a pass's outputs: [K, V] of them would be the largest tensor of a step.
+        # Their maximum is taken where they exist anyway, and only its index stays.
         output: Any = learner.model.module.get_output_embeddings()
         self._hook = output.register_forward_hook(self._heard)
         learner.worker.on_pass = self.count
@@ -306,6 +335,8 @@ class _Accuracy:
         self._best = [best[0]] if is_whole else [*self._best, best]
 
     def count(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
+        # Where the pass goes by the layer and applies it in chunks, the first entry is of the model's own call, whose
+        # result nobody reads, and the chunks follow. Where it does not, there is that one call.
         chunks = self._best[1:] or self._best
         self.hits += int((torch.cat(chunks)[pack.predictor_K] == pack.target_K).sum())
         self.tokens += len(pack.target_K)

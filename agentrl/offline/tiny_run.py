@@ -31,6 +31,8 @@ from agentrl.records import Trajectory
 
 _STAND_IN = "agentrl/tiny-coder"  # its tokenizer, byte-level: it takes every text
 _CONTEXT, _TURN, _TURNS, _MEMBERS, _STEPS = 4096, 16, 2, 2, 2
+# Each name is set only where the architecture's configuration has it. The head dimension stays even and above 16, as
+# rotary embeddings and attention kernels need.
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -48,6 +50,8 @@ _SIZES: dict[str, Any] = {
 _ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
     *("urls", "vllm", "replicas", "api_key_env", "sync", "hedge_after", "colocated", "weights_url"),
 )
+# A dry run must not download a configuration of a model of hundreds of gigabytes, nor fail where the hub is out of
+# reach. For the common families the name is enough.
 _FAMILIES = (  # models of the hub whose architecture follows from their name, without a network
     (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
     (r"Qwen/Qwen3-[\d.]+B.*", "qwen3"),
@@ -64,12 +68,16 @@ def shrunk(config: RunConfig, folder: Path, settings: Sequence[str] = ()) -> Run
     allow, short turns, engines of that model, processes and store on this machine, no held-out sets. `settings`,
     `a.b=c`, are kept nevertheless. Raises ModelError for a model whose architecture is unknown."""
     mixture = _make(config.model, folder)
+    # The least that the algorithm takes: group baselines of one member are zero, and a step would change nothing.
     members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
     document = _on_one_cpu(config, folder, str(folder), members=members, groups=1, mixture=mixture)
     document["rollout"] |= {"max_turns": _TURNS, "max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
+    # The embedded engine has no mixtures of experts.
     document["engine"] |= {"kind": "vllm" if mixture else "embedded", "max_batch": 8, "kv_cache_mb": 64}
     document["train"] |= {"steps": _STEPS, "tokens_per_batch": _CONTEXT}
     noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
+    # A random model solves nothing, so all members of a group would have the same reward and every advantage would be
+    # zero: the canary and the sync of weights would then be tested with weights that did not change.
     document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
     document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
     return _with(document, settings, _MADE_SMALL)
@@ -135,6 +143,8 @@ def _on_one_cpu(
 
 def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
     """The settings of a run file with one model in the place of all that it names."""
+    # Without what was not set: a default is the program's own answer to this machine and model, and a dump with all
+    # of them would pin the answers for the large one.
     document = config.model_dump(mode="json", exclude_unset=True)
     for field, algo in config.algorithms.items():
         table: Any = document
@@ -158,6 +168,8 @@ def _short(source: dict[str, Any]) -> dict[str, Any]:
 def noise(trajectory: Trajectory) -> float:
     """Something from 0 to 1 that its sampled tokens decide."""
     tokens = [turn.token_ids for turn in trajectory.turns]
+    # From the tokens, not from a clock or a generator: played again, the same episode gets the same reward, and one
+    # dry run can be compared with another.
     return random.Random(repr(tokens)).random()
 
 
@@ -166,6 +178,8 @@ def _known(template: dict[str, Any], folder: Path) -> dict[str, Any]:
     settings = folder / "tokenizer_config.json"
     text = str(json.loads(settings.read_text()).get("chat_template")) if settings.is_file() else ""
     text += "".join(file.read_text() for file in folder.rglob("*.jinja"))
+    # An argument that a template does not read is an error in a real run, rightly. The stand-in has another template,
+    # and this error would be about the stand-in.
     return {name: value for name, value in template.items() if re.search(rf"\b{re.escape(name)}\b", text)}
 
 
@@ -184,7 +198,10 @@ def _make(model: str, folder: Path) -> bool:
     try:
         default_config = cast(Any, AutoConfig).for_model(kind)
         sizes = {name: size for name, size in _SIZES.items() if hasattr(default_config, name)}
+        # The vocabulary and the special tokens stay those of the tokenizer that is used, or ids beyond the table
+        # would be looked up.
         tiny_config: Any = cast(Any, AutoConfig).for_model(kind, **sizes, **tokens, tie_word_embeddings=True)
+        # The same weights each time, so that a dry run that fails can be repeated.
         cast(Any, torch).manual_seed(0)
         module: Any = cast(Any, AutoModelForCausalLM).from_config(tiny_config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
