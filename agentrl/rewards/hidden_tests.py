@@ -34,9 +34,14 @@ from agentrl.sandbox.shared_backend import SharedBackend, shared
 ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
 """The files of a turn by its id, None if there are none."""
 
+# The tests are written into every box anew, for every turn: more of them would cost more than the test run.
 _MOST_BYTES: Final = 16 << 20  # of the files of tests
+# A summary is the last thing that a runner prints, and the output before it is the policy's to flood: only the tail
+# is ever decoded. `tests/rewards/test_box_tests.py::test_reading_a_flood_costs_no_more_than_its_tail`.
 _TAIL: Final = 8 << 10  # bytes of output in which a summary is looked for
 _REMEMBERED: Final = 4096
+# Six digits at most and no nested repetition: these expressions read what the policy prints, and one that backtracks
+# would let it hold up the source for as long as it likes.
 _COUNT: Final = re.compile(r"\b(\d{1,6}) (passed|failed|errors?|skipped|ignored|xfailed)\b")  # pytest, cargo
 _RAN_ENDS: Final = {"passed", "failed", "error", "errors"}
 _NONE_RAN: Final = re.compile(r"\bno tests ran in ")  # pytest
@@ -70,17 +75,24 @@ class BoxTests:
         Before the first turn there is no work, and the score is 0."""
         if not seen.turns:
             return 0.0
+        # By the turn and not from the environment's state: turns are scored while the episode goes on, and by then
+        # its files may be those of a later turn.
         work = await self._artifacts_of(seen.turns[-1].id)
         if work is None:
             raise ScoreError(
                 f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
                 " artifacts() (docs/how-to/process-rewards.md)"
             )
+        # A reference of the run file comes last, so that a task can replace a common test.
         tests = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
         key = _digest(work, tests, str(seen.task.seed))
+        # Members of a group often end with the same files. The key has the task's seed because the command may read
+        # it (`TASK_SEED`).
         if (cached := self._found.get(key)) is not None:
             return cached
         try:
+            # The tests overwrite the work. In the other order a policy could bring a file with the name of a test and
+            # be graded by it.
             value = await self._run({**work, **tests}, seen.task)
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
             await self._run(tests, seen.task)  # unless the tests themselves have them
@@ -121,11 +133,15 @@ class BoxTests:
     async def _exec(
         self, boxes: SharedBackend, files: Mapping[str, bytes], command: list[str], env: Mapping[str, str]
     ) -> ExecResult:
+        # A box for each run, closed afterwards: whatever the work leaves behind, processes or files, no other work
+        # meets it.
         limits = Limits(wall_s=self._settings.box_s, cpu_s=self._settings.box_s, memory_bytes=1 << 30)
         box: Sandbox = await boxes.create(SandboxSpec(image=self._settings.image, limits=limits, files=files))
         try:
             return await box.exec(command, env=env, timeout_s=self._settings.box_s)
         finally:
+            # Also when the call's deadline cancels it. A box that nobody closes runs on and takes the place of
+            # another.
             with trio.CancelScope(shield=True):
                 await box.close()
 
@@ -139,6 +155,9 @@ def value_of(result: ExecResult, score: str) -> float:
     node or go, says that no test passed (all were skipped, say), and a share of 1 beside another exit code. Raises
     HostBusy, see `agentrl.sandbox.graded_time`.
     """
+    # Only a time-out of its own is the work's fault. One in which the host withheld the processor raises, and the
+    # source tries again (law 3):
+    # `tests/rewards/test_box_tests.py::test_a_time_out_is_the_hosts_where_the_host_withheld_half_of_the_time`.
     if own_time_out(result) or result.oom:
         return 0.0
     stdout = _lines(result.stdout)
@@ -147,12 +166,16 @@ def value_of(result: ExecResult, score: str) -> float:
     stderr = _lines(result.stderr)
     if score == "exit":
         summaries = [*_summaries(stdout, stderr), *_of_others(stdout)]
+        # Work that makes the runner skip or find no test ends with exit code 0 in several runners. To count it as a
+        # success would teach exactly that.
         if result.exit_code == 0 and summaries and not any(summary.passed for summary in summaries):
             return _contradiction("exit code 0, and no test passed", summaries[0].line)
         return float(result.exit_code == 0)
     last = next(iter(_summaries(stdout, stderr)), None)
     if last is None or not last.ran:
         return 0.0
+    # A printed summary is easy to forge, and a runner whose tests all pass does not fail: of two signs that
+    # contradict each other the worse one counts.
     if last.passed == last.ran and result.exit_code != 0:
         return _contradiction("all tests passed, and the exit code is not 0", last.line)
     return last.passed / last.ran
@@ -173,6 +196,8 @@ def _number(lines: list[str]) -> float:
     try:
         document: Any = json.loads(lines[0])
         number = float(document["score"] if isinstance(document, dict) else document)  # pyright: ignore[reportUnknownArgumentType]
+    # The policy's code shares the output: deep nesting (RecursionError) and `1e999` (infinite) or a number of a
+    # million digits are things that it can print, and none of them may end the scorer.
     except (IndexError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
         return 0.0
     return min(max(number, 0.0), 1.0) if math.isfinite(number) else 0.0
@@ -198,6 +223,8 @@ def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
     for lines in (stderr, stdout):  # `2>&1` puts unittest's lines into stdout
         for number, line in enumerate(lines):
             if match := _RAN.match(line):
+                # The lines are in reverse: unittest prints `Ran 3 tests` and below it `OK` or `FAILED (...)`, which
+                # is the one before it here.
                 verdict = lines[number - 1] if number else ""
                 ran = max(int(match[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
                 bad = sum(int(n) for n in _BAD.findall(verdict)) if number else ran  # without a verdict below it: none
@@ -235,6 +262,8 @@ def _digest(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) ->
     digest = blake2b(seed.encode())
     for files in (work, tests):
         for name, data in sorted(files.items()):
+            # Names and lengths are in the digest, or a byte moved from one file to the next would leave it as it is,
+            # and work could get the score of other work.
             digest.update(f"\0{name}\0{len(data)}\0".encode("utf-8", "surrogatepass"))
             digest.update(data)
         digest.update(b"\0\0")

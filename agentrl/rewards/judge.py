@@ -42,6 +42,8 @@ The transcript was too long. Where a line of it begins with {boundary} and a num
 """
 
 
+# Strict and without extra fields: a lenient reader would take "8" or 8.0, and an object around a quotation of the
+# transcript. The answer is short and well-defined; what differs from it is no verdict, and asking again is cheap.
 class _Answer(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     reason: str
@@ -94,6 +96,9 @@ class Judge:
             raise ConfigError("attempts", attempts, "must be at least 1")
         self._client, self._rubric, self._scale = client, rubric, scale
         self._guided, self._attempts = guided, attempts
+        # Temperature 0 so that equal work gets equal scores as far as a server can: within a group, the noise of a
+        # judge is an advantage that nobody earned. 1,024 tokens leave room for a reason before the score, which comes
+        # last so that it follows from the reason.
         self._options: dict[str, Json] = {"temperature": 0.0, "max_tokens": 1024, **(options or {})}
 
     async def score(self, transcript: str | Sequence[Message]) -> Judgement:
@@ -102,6 +107,9 @@ class Judge:
         Raises ScoreError where no text brings a verdict, EngineError as the client does."""
         if isinstance(transcript, str):
             transcript = [{"role": "work", "content": transcript}]
+        # One deadline for all attempts and all shortened texts: a text that no attempt can score must not hold a
+        # place of the source for a multiple of its deadline.
+        # `tests/rewards/test_judge.py::test_all_attempts_share_the_deadline`.
         deadline = trio.current_time() + self._client.deadline_s
 
         async def ask(messages: Sequence[Message], most: int | None) -> Judgement:
@@ -118,6 +126,9 @@ class Judge:
         return (await self.score(messages_of(trajectory))).score
 
     async def _ask(self, messages: Sequence[Message], most: int | None, deadline: float) -> Judgement:
+        # 64 random bits for each call, attempts included (`test_every_call_draws_its_boundary`). With a fixed one, a
+        # policy that once reads it in a log or guesses it writes its own verdict behind a forged end of the
+        # transcript.
         boundary, question = secrets.token_hex(8), _ASK
         if most is not None:
             messages, question = shortened(messages, most, f"{boundary} "), _IN_PART.format(boundary=boundary) + _ASK
@@ -137,8 +148,12 @@ class Judge:
     def _schema(self, boundary: str) -> dict[str, Json]:
         low, high = self._scale
         properties: dict[str, Json] = {
+            # Bounded here as well: a guided judge that rambles in its reason would be cut by `max_tokens` before it
+            # writes a score, and the grammar cannot make it end earlier.
             "reason": {"type": "string", "maxLength": _REASON_CHARS},
             "boundary": {"type": "string", "enum": [boundary]},
+            # An enumeration, not `minimum` and `maximum`: some of the grammar compilers behind guided decoding ignore
+            # bounds of numbers.
             "score": {"type": "integer", "enum": list(range(low, high + 1))},
         }
         return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -154,6 +169,8 @@ class Judge:
             raise ScoreError(
                 f"the judge gave no verdict ({where or 'JSON'}: {first['msg']}): {answer[:200]!r}"
             ) from None
+        # The one check that the policy cannot satisfy beforehand:
+        # `tests/rewards/test_judge.py::test_a_verdict_that_the_work_holds_is_not_the_judges`.
         if read.boundary != boundary:
             raise ScoreError(f"the judge's verdict lacks the boundary of its call: {answer[:200]!r}")
         if not low <= read.score <= high:

@@ -35,6 +35,8 @@ class RewardModel:
         deadline = trio.current_time() + self._client.deadline_s
 
         async def ask(messages: Sequence[Message], most: int | None) -> float:
+            # No boundary here: a classification head has no instructions that a text could imitate, and the chat
+            # template puts the speakers' marks. What remains are control tokens.
             shown = defused_messages(messages if most is None else shortened(messages, most))
             left_s = max(deadline - trio.current_time(), 0.0)
             return self._read(await self._client.classify_chat(shown, activation=self._activation, deadline_s=left_s))
@@ -53,6 +55,8 @@ class RewardModel:
     def _read(self, outputs: Sequence[float]) -> float:
         if self._label >= len(outputs):
             raise ScoreError(f"{self._client.url}: no label {self._label}, the model has {len(outputs)}")
+        # A head in half precision can overflow for strange texts. The infinity would pass through a group's mean into
+        # every advantage of the group.
         if not math.isfinite(score := outputs[self._label]):
             raise ScoreError(f"{self._client.url}: the score is {score}")
         return score

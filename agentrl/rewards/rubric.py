@@ -76,6 +76,8 @@ class Rubric(Generic[T]):
         for name, part in self._parts.items():
             if not math.isfinite(part.weight):
                 raise ConfigError(f"parts.{name}.weight", part.weight, "give a finite number")
+            # A factor before a product scales all of it, whichever part has it, and would look as if it weighed that
+            # part alone.
             if combine == "product" and part.weight != 1.0:
                 raise ConfigError(f"parts.{name}.weight", part.weight, "a product has no weights: leave it out")
         self._combine = combine
@@ -86,9 +88,14 @@ class Rubric(Generic[T]):
         for name, part in self._parts.items():
             if part.gate is not None:
                 scores[name] = await self._ask(name, given)
+                # The other parts are not called at all. They may be judges that cost seconds and money, and their
+                # number would not count.
+                # `tests/rewards/test_rubric.py::test_below_a_gate_nothing_counts_and_nothing_else_is_asked`.
                 if scores[name] < part.gate:
                     return Scores(0.0, scores)
         scores |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], given)
+        # In the order of declaration: they came in the order in which they finished, and sums and journals should not
+        # depend on that.
         parts = {name: scores[name] for name in self._parts}
         if self._combine == "product":
             return Scores(math.prod(parts.values()), parts)
@@ -105,6 +112,8 @@ class Rubric(Generic[T]):
         async def ask(name: str) -> None:
             try:
                 scores[name] = await self._ask(name, given)
+            # Taken out of the nursery by hand. Raised inside, it would reach the environment as an exception group,
+            # and its handling of an EngineError (law 3) would not see one.
             except Exception as error:
                 broken.append(error)
                 nursery.cancel_scope.cancel()

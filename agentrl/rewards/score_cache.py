@@ -11,6 +11,8 @@ from typing import Final
 from agentrl.records import Trajectory
 from agentrl.rewards.transcripts import messages_of
 
+# Scores of some thousand contents cover the groups that are being played at once, where repetition happens; older
+# ones hardly ever come again.
 _MOST: Final = 4096  # contents that are remembered
 
 
@@ -36,5 +38,7 @@ class ScoreCache:
 
 def _content(seen: Trajectory) -> bytes:
     task = seen.task
+    # The task is part of it, since a source may look at its seed or options, and the same words can be right for one
+    # task and wrong for another. The stop reason, since a potential ends at 0.
     content = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()

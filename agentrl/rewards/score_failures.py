@@ -17,8 +17,11 @@ from agentrl.records import Json
 KIND: Final = "reward_failures"
 """Of the rows, in the run's metrics."""
 
+# A source that is down for hours fails for every text: an unbounded table would be the memory of the whole run.
 _MOST_TEXTS = 1000  # that a process remembers; the turns of others are counted, not their texts
 _SHOWN_TEXTS, _SHOWN_CHARACTERS = 5, 120
+# Growth by a factor makes the number of rows logarithmic in the number of failures; the time limit shows the last
+# few, too.
 _GROWN = 1.02  # a row is due when so many times as many calls have failed as in the last row,
 _DUE_S = 30.0  # or after so long
 _SHARE, _CALLS = 0.1, 10  # of failed calls, from which a source is reported though a second attempt was scored
@@ -51,6 +54,8 @@ class ScoreFailures:
     @property
     def matters(self) -> bool:
         """Whether turns went without a score, or many calls."""
+        # Some failed calls are ordinary with servers, and the retry hides them. A tenth of them is a server in a bad
+        # way, even if every turn got its score in the end.
         return self.turns_failed > 0 or self.calls_failed >= max(_CALLS, _SHARE * self.calls)
 
     def __str__(self) -> str:
@@ -82,6 +87,8 @@ class FailureCount:
     def scored(self, text: str, calls: int, reason: str) -> None:
         """A turn got a score at the last of so many calls; `reason` is why the one before failed."""
         self._add(calls, calls - 1, reason, turns_failed=0)
+        # A text is listed as one that its source cannot score only as long as it never got one:
+        # `tests/rewards/test_score_failures.py::test_a_text_that_is_scored_later_is_none_that_the_source_cannot_score`.
         if self._texts:
             self._texts.pop(_digest(text), None)
 
@@ -130,6 +137,8 @@ class FailureCount:
 def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
     """The counts of each source over the lives of its processes, by name. `rows` in the order in which they were made:
     the last one of a life has its counts."""
+    # Rows have the counts of a process so far, not what was added since: a row that could not be written is then no
+    # loss. So the last of each life counts, and lives are added up.
     last = {(row["source"], row["life"]): row for row in rows}
     failures: list[ScoreFailures] = []
     for source in sorted({source for source, _ in last}):
@@ -152,4 +161,5 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
 
 
 def _digest(text: str) -> str:
+    # Byte-level policies do write lone surrogates, and a count of failures must not fail on them.
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

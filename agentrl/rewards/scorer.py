@@ -72,6 +72,8 @@ def rewarder_of(
             rewarder = _own_callable(settings)
         if settings.kind != "shaping":
             return rewarder
+        # A limiter of its own, as in `Scorer`: trio's common one is shared with the environments, and a source that
+        # hangs would fill it.
         threads = trio.CapacityLimiter(settings.concurrency)
         cache = ScoreCache(apart=settings.measure == "tests")
 
@@ -92,6 +94,8 @@ def rewarder_of(
         model = RewardModel(client, label=settings.label, activation=settings.activation)
 
     async def of_action(seen: Trajectory) -> float:
+        # A judge sees the action and not what came of it: the tools' answer may hold text that the policy had put
+        # there, and a process reward is one of the action.
         return await model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
 
     return of_action
@@ -106,7 +110,10 @@ def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajec
     episode has a stop reason. Raises LookupError for a turn that is not in it."""
     for index, each_turn in enumerate(trajectory.turns):
         if each_turn.id == turn:
+            # Later turns of other roles do not count: for a role, the episode is over when it acts no more.
             over = settled and all(later.role != each_turn.role for later in trajectory.turns[index + 1 :])
+            # Always DONE and never the real reason: it may not be known yet, and a score that depended on when it was
+            # asked for would differ between a run and its replay.
             reason = StopReason.DONE if over else None
             return replace(
                 trajectory, turns=trajectory.turns[: index + 1], stop_reason=reason, outcome=None, success=None
@@ -181,11 +188,16 @@ class Scorer:
                     with suppress(DiskFull, StoreAway):  # its counts are in the next one
                         await self.store.record(KIND, 0, row)
                 with trio.CancelScope() as self._idle:
+                    # Woken by the store when a turn begins to wait. The time limit is for turns whose pause after a
+                    # failure ends, for which nobody signals.
                     await self.store.wait_for_work("reward", _LOOK_S)
 
     async def _serve_one(self, turn: str) -> None:
         try:
             await self.score(turn)
+        # None of these is a defect of this source's code: the server is away, the episode began anew, the disk is
+        # full. The turn is still waiting in the store, so nothing is lost by leaving it; anything else ends the
+        # worker and is seen.
         except (ScoreError, LookupError, DiskFull, StoreAway) as error:
             self._failed[turn] = trio.current_time() + self.settings.deadline_s
             log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
@@ -213,6 +225,8 @@ class Scorer:
         """The verdict, and how many calls it took."""
         failure, text = "", seen.turns[-1].text
         for attempt in range(self.settings.retries + 1):
+            # Doubling pauses: a server that refuses because it is overloaded is not helped by requests that come at
+            # once.
             if attempt:
                 await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
             with trio.move_on_after(self.settings.call_deadline_s) as scope:
@@ -222,6 +236,10 @@ class Scorer:
                         self._count.scored(text, attempt + 1, failure)
                         return verdict, attempt + 1.0
                     failure = f"{verdict.value} is no reward"
+                # SystemExit too, since `sys.exit` in a user's function would otherwise end the worker with all its
+                # episodes, and asyncio's CancelledError, which is no Exception and is not trio's own. trio's passes
+                # through.
+                # `tests/rewards/test_sources.py::test_a_source_that_exits_or_is_cancelled_by_asyncio_ends_no_worker`.
                 except (Exception, SystemExit, asyncio.CancelledError) as error:  # of a source's own code: named
                     failure = " ".join(f"{type(error).__name__}: {error}".split())
                     if not isinstance(error, AgentRLError):
@@ -244,6 +262,9 @@ def _own_callable(settings: RewardSource) -> TurnRewarder:
     function: TurnRewarder = load_reference(settings.call or "")
     if not _is_async(function):
         return function
+    # An async function of a user may block the loop that it runs on with one careless call. On the worker's loop that
+    # stops every episode.
+    # `tests/rewards/test_sources.py::test_an_async_source_of_ones_own_that_never_answers_holds_up_itself_alone`.
     loop = LoopThread()
 
     async def within_deadline(seen: Trajectory) -> float | Verdict:
@@ -262,6 +283,9 @@ async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLim
     if _is_async(ask):
         answer = ask(seen)
     else:
+        # A thread cannot be stopped. Abandoned, it goes on until it ends by itself and holds its place of the limiter
+        # until then, so a source that always hangs runs out of its own places and not of the process's threads.
+        # `tests/rewards/test_sources.py::test_blocking_sources_that_hang_take_no_thread_from_the_environments`.
         answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
     value = await answer if inspect.isawaitable(answer) else answer
     return value if isinstance(value, Verdict) else Verdict(float(value))

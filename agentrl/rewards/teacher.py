@@ -35,13 +35,19 @@ class Teacher:
         """The mean of log teacher - log policy over the turn's tokens, and the teacher's log-prob of each. Raises
         EngineError if a server refuses or is gone, ScoreError if what it says is no log-prob."""
         turn = seen.turns[-1]
+        # Zero without a column, not a failure: the teacher has nothing to say here, and a turn without a score would
+        # leave the loss.
         if not turn.token_ids or (self.envs and seen.task.env not in self.envs):
             return Verdict(0.0)
         clients = await self.clients()
         if not clients:
             raise ScoreError("no engine of the policy is known yet")
         tokens = (*self.prefix, *context_ids(seen.turns, turn.index), *turn.token_ids)
+        # All turns of an episode go to the same server, whose prefix cache then has the turns before. Chosen anew at
+        # each turn, each would be computed from its first token.
         teacher_logprobs = (await clients[seen.episode_id % len(clients)].logprobs(tokens))[-len(turn.token_ids) :]
+        # One such number would be a gradient of its own size. The turn has no score instead, and the source tries
+        # again.
         if not all(math.isfinite(logprob) and logprob > _LEAST for logprob in teacher_logprobs):
             raise ScoreError("the teacher gave a log-prob that is none")
         gaps = [logprob - sampled for logprob, sampled in zip(teacher_logprobs, turn.logprobs, strict=True)]
@@ -54,6 +60,9 @@ def prefix_of(renderer: Renderer, prompt: str | None) -> tuple[int, ...]:
     conversation otherwise after one."""
     if prompt is None:
         return ()
+    # Some templates write a system message of their own where there is none, or put the given one into the user's
+    # turn. In front of the sampled tokens there is only room for a prefix, so that is tried once before a run begins:
+    # `tests/rewards/test_teacher.py::test_a_prompt_of_the_teachers_own_comes_before_the_conversation`.
     question: Message = {"role": "user", "content": "."}
     alone, after = renderer.start([question]), renderer.start([{"role": "system", "content": prompt}, question])
     if len(after) <= len(alone) or after[-len(alone) :] != alone:

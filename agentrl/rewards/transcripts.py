@@ -24,6 +24,8 @@ from agentrl.errors import EngineError, EngineRefusal, ScoreError
 from agentrl.records import POLICY, Json, Message, Messages, Trajectory
 
 _JOINER = "\N{WORD JOINER}"  # shows nothing, and no control token has one
+# By shape and not from a list: the judge's model may be any, and its control tokens are not known here. Ordinary text
+# has few such places, and an invisible character in them harms no reading.
 _CONTROL = re.compile(r"<(?=[^\s<>]+>)|\[(?=/?[A-Z_]+\])")
 
 
@@ -53,6 +55,9 @@ def shortened(messages: Sequence[Message], most: int, mark: str = "") -> list[Me
     """Messages whose contents have about `most` characters together: the longest ones lose their middle, and a line in
     its place, which begins with `mark`, says how much. Short ones stay whole: none pushes another out."""
     sizes, level, remaining = sorted(map(_chars, messages)), 0, most
+    # The level at which the water stands: from the shortest on, each takes what it needs as long as that is no more
+    # than an equal share of what remains. Cutting all in proportion would shorten the one-line answer along with the
+    # dump of a file.
     for place, size in enumerate(sizes):
         if size > (level := remaining // (len(sizes) - place)):
             break
@@ -67,6 +72,7 @@ def _chars(message: Message) -> int:
 def _cut(message: Message, most: int, mark: str) -> Message:
     text, half = message["content"], most // 2
     note = f"\n{mark}{len(text) - 2 * half} characters are left out here\n"
+    # The middle goes, since a message states its aim at the beginning and its result at the end.
     return {**message, "content": text[:half] + note + text[len(text) - half :]}
 
 
@@ -78,6 +84,8 @@ def fenced(messages: Sequence[Message], boundary: str) -> str:
 
 def _speaker(message: Message) -> str:
     words = [message["role"], message.get("name", "")]
+    # A role's name can come from an environment that passes on text: with a line break in it, it would begin a line
+    # of its own.
     return " ".join(re.sub(r"\W+", "_", word)[:100] for word in words if word)
 
 
@@ -112,6 +120,8 @@ async def asked_shorter(
     text, return `lowest`. Raises the ScoreError of a server that scores no text at all, and what else `ask` raises."""
     chars = sum(len(message["content"]) for message in messages)
     why: EngineError | None = None
+    # Halved until it is taken: the limit is in the server's tokens, which are not known here, and a wrong guess of
+    # the ratio would cut too much or fail anyway.
     for most in (None, *(chars // part for part in _PARTS)):
         try:
             return await ask(messages, most)
@@ -121,6 +131,10 @@ async def asked_shorter(
             why = error
             break
     try:
+        # Is it the text or the server? If another text is scored, it is the text, which the policy wrote, and it gets
+        # the lowest value: as a mere failure it would leave the loss, and a policy would learn to write what no judge
+        # can read whenever its work is bad. If no text is scored, the server has failed, and that is nobody's fault
+        # (law 3).
         await ask(_ANY, None)
     except ScoreError:
         if isinstance(why, ScoreError):
