@@ -19,9 +19,14 @@ from typing import Any, cast
 import httptools
 
 _OTHER_FILES = 256  # that a process opens beside its connections
+# A single peer is the usual case (every program of a run on one machine), so its share is large; but another one
+# always finds a quarter, however many connections the first opens.
 _PEER_SHARE = 0.75  # of all connections
 
 
+# Defaults for a training server: 16,384 connections because each episode of an agent program may have one, a body of
+# 32 MiB because a request has its whole conversation, with pictures. 600 s for a body, since a program behind a slow
+# link is no attacker; the head has no such excuse.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerBounds:
     """`head_bytes` are those of the URL and the headers together. `head_s` begins with a request's first byte, `body_s`
@@ -57,6 +62,9 @@ class ConnectionPlace:
 @dataclass(slots=True)
 class _Peer:
     count: int = 0
+    # A dict without values is an ordered set: the oldest is its first key, and leaving it costs the same for any
+    # number of connections. Who is being answered is not in it, so work is never thrown away to make room.
+    # `tests/engine/test_http_bounds.py::test_a_network_of_ipv6_is_one_peer_and_who_works_is_never_closed`.
     waiting: dict[ConnectionPlace, None] = field(
         default_factory=dict[ConnectionPlace, None]
     )  # those without a whole request, oldest first
@@ -66,6 +74,8 @@ class Connections:
     """The connections of one server. Never more than the process may have open files."""
 
     def __init__(self, bounds: ServerBounds) -> None:
+        # Bounded by the open files of the process: beyond them `accept` fails for everybody, the supervisor's own
+        # connections included, and so does opening the store.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = bounds.connections if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES)
         self._most = min(bounds.connections, room)
@@ -77,13 +87,20 @@ class Connections:
         """A place for a new connection, for which another may have been closed; None if all are at work."""
         name = _peer(address)
         of_peer = self._peers.get(name)
+        # First its own share: a peer that is full makes room among its own connections, even if the server has
+        # places.
         if of_peer is not None and of_peer.count >= self._of_peer and not self._close_oldest(of_peer):
             return None
         if self._count >= self._most:
+            # The peer with the most connections gives one up, not the one with the oldest: an attacker opens many,
+            # and the oldest connection is most likely the idle one of an honest client.
+            # `test_the_oldest_idle_connection_of_the_fullest_peer_makes_room`.
             fullest = max((peer for peer in self._peers.values() if peer.waiting), key=_size, default=None)
             if fullest is None or not self._close_oldest(fullest):
                 return None
         place = ConnectionPlace(name, close)
+        # Read again: closing the oldest may have removed the peer's entry, and a place counted in a dead entry would
+        # never be given back.
         of_peer = self._peers.setdefault(name, _Peer())
         of_peer.count += 1
         of_peer.waiting[place] = None
@@ -116,6 +133,8 @@ class Connections:
         place = next(iter(peer.waiting), None)
         if place is None:
             return False
+        # Left before it is closed: its place is free at once, and when its task ends and leaves again, `taken` says
+        # that it has.
         self.leave(place)
         place.close()
         return True
@@ -130,6 +149,8 @@ def _peer(address: object) -> str:
     host = str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) and address else ""
     if ":" not in host:
         return host
+    # A household or a host gets a /64, so single addresses of IPv6 cost nothing: counted one by one, one machine
+    # would be as many peers as it likes.
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
@@ -145,6 +166,8 @@ def raise_open_files(bounds: ServerBounds) -> None:
 
 def refusal(error: httptools.HttpParserError) -> RequestRefused:
     """Why the parser gave up: one of our callbacks refused, or it is no HTTP."""
+    # httptools wraps an exception of a callback in its own, as its context; the refusal with its status is that
+    # context.
     why = error.__context__
     return why if isinstance(why, RequestRefused) else RequestRefused(400, f"this is no HTTP request: {error}")
 
@@ -162,6 +185,9 @@ class Measure:
     def fed(self, count: int, body_before: int) -> None:
         """Count bytes that the parser has read: those that were no body are of the head, or of a trailer or the frame
         of a chunk, which the parser keeps in memory until they end."""
+        # A parser gives no sign of what it reads between the parts of a body. Unbounded, a chunk's extension or a
+        # trailer that never ends would fill its memory without a byte of body: `self._silent` counts what led to
+        # nothing.
         if self.body == body_before:
             self._silent += count
             if self._silent > self._bounds.head_bytes:
@@ -174,15 +200,19 @@ class Measure:
             raise RequestRefused(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def header(self, name: bytes, value: bytes) -> None:
+        # 4 for the colon, the space and the line's end, as they came: a thousand empty headers are not free.
         self._headers += len(name) + len(value) + 4
         if self._headers > self._bounds.head_bytes:
             raise self._head()
         if name.lower() == b"content-length" and value.isdigit():
+            # Cut to 19 digits, which any size fits in: `int` of a text of a megabyte takes quadratic time, or raises
+            # beyond its limit of digits.
             self._announced = int(value[:19])
             self.bound_body(self._body_bytes)
 
     def bound_body(self, count: int) -> None:
         """Allow `count` bytes of body at most. Raises RequestRefused if more are announced, or there already."""
+        # Never raised: a path has a bound smaller than the server's, or none of its own.
         self._body_bytes = min(self._body_bytes, count)
         if max(self._announced, self.body) > self._body_bytes:
             raise self._body()
@@ -222,6 +252,8 @@ class Reader:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
+            # A client that asks for WebSocket or HTTP/2 would otherwise wait for an answer in a protocol that nobody
+            # speaks.
             raise RequestRefused(400, "no other protocol is spoken here") from None
         except httptools.HttpParserError as error:
             raise refusal(error) from None
@@ -233,11 +265,14 @@ class Reader:
         self._measure.bound_body(count)
 
     def on_message_begin(self) -> None:
+        # Pipelined requests are refused: their answers would have to be buffered in order, and no client of a model's
+        # API sends them.
         if self._begun:
             raise RequestRefused(400, "the next request has to wait for the answer")
         self._begun = True
 
     def on_url(self, url: bytes) -> None:
+        # The parser gives a long URL in pieces, so its length is that of all pieces.
         self.target += url
         self._measure.url(len(self.target))
 

@@ -95,17 +95,22 @@ async def _connected(server: _Server, stream: trio.SocketStream) -> None:
         address = stream.socket.getpeername()
     except OSError:  # it has left already
         address = ()
+    # The scope is what `close` of a place cancels: whoever makes room for another ends this task from outside,
+    # whatever it waits for.
     with trio.CancelScope() as scope:
         place = server.connections.enter(address, scope.cancel)
         if place is None:
+            # Without an answer: to send a status takes a place of its own for as long as the client does not read it.
             await trio.aclose_forcefully(stream)
             return
         try:
             async with stream:
+                # Clients leave in the middle of everything; that is ordinary and not worth a line in the log.
                 with suppress(Cut, httptools.HttpParserError, *_GONE):
                     connection = _Connection(server, stream, place)
                     while await connection.read():
                         await connection.answer()
+        # Raised further, it would end the nursery of `serve_listeners`, and with it every other connection.
         except Exception:
             _log.exception("a connection was ended")
         finally:
@@ -126,6 +131,9 @@ class _Connection:
         bounds, request = self._server.bounds, Reader(self._server.bounds)
         self._request, begun = request, False
         try:
+            # One scope whose deadline moves, not a time limit for each read: a client that sends a byte a minute
+            # would meet such a limit for ever.
+            # `tests/engine/test_http_bounds.py::test_a_connection_that_owes_a_request_is_closed_in_time`.
             with trio.fail_after(bounds.idle_s) as scope:
                 while True:
                     data = self._ahead or await self._stream.receive_some(_READ_BYTES)
@@ -133,10 +141,13 @@ class _Connection:
                         return False
                     self._ahead, head = b"", request.head
                     request.feed(data)
+                    # As soon as the head is there: a body of 32 MiB that will be refused for its token should not be
+                    # read first.
                     if request.head and not head:
                         await self._admit(request)
                     if request.whole:
                         break
+                    # The deadline moves twice, at the first byte and where the head ends, and at no other byte.
                     if not begun or request.head != head:
                         begun, now = True, trio.current_time()
                         scope.deadline = now + (bounds.body_s if request.head else bounds.head_s)
@@ -156,12 +167,17 @@ class _Connection:
         if self._server.body_bytes is not None:
             request.bound_body(self._server.body_bytes(_url(request.target)[0]))
         if not request.whole and request.headers.get("expect", "").lower() == "100-continue":
+            # A client that asks so (curl for bodies above a megabyte) sends nothing until it hears this, or waits a
+            # second each time.
             await self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _refuse(self, status: int, body: bytes | Typed) -> None:
         """Answer, and break off. What the client is still sending is thrown away for a moment: a socket that is closed
         with bytes unread takes the answer back."""
         await self._send_whole(status, body, last=True)
+        # First our half is closed, then the client's bytes are read: a close with unread data in the receive buffer
+        # makes the kernel send RST, on which the client discards what it has received and reports a broken pipe
+        # instead of the reason. Bounded in time and bytes, or a client that never stops would hold the connection.
         await self._stream.send_eof()
         unread = _LINGER_BYTES
         with trio.move_on_after(_LINGER_S):
@@ -175,6 +191,9 @@ class _Connection:
 
         async def watch() -> None:
             with suppress(*_GONE):
+                # The only way to notice over TCP that a client has left is to read. An answer that takes minutes is
+                # then cancelled, with the tokens that an engine would have sampled for nobody. If bytes come instead,
+                # they are the beginning of the next request.
                 self._ahead = await self._stream.receive_some(_READ_BYTES)
             if not self._ahead:
                 nursery.cancel_scope.cancel()
@@ -201,8 +220,12 @@ class _Connection:
                 is_sent = True
             finally:
                 if isinstance(body, Typed) and body.on_sent is not None:
+                    # In `finally`, so exactly once whatever happens: the server's owner counts on one of the two.
+                    # True means that the socket took all of it; more cannot be known without an answer of the client.
                     body.on_sent(is_sent)
             return
+        # The generator is closed here and now when the client leaves, not when the garbage collector comes by: it
+        # holds a request at an engine.
         async with aclosing(body):
             await self._send(_head(status) + _STREAMED)
             async for part in body:
@@ -219,6 +242,7 @@ class _Connection:
         await self._send(b"%scontent-length: %d\r\n\r\n%s" % (head, len(data), data))
 
     async def _send(self, data: bytes) -> None:
+        # For each piece, so a long answer may take as long as it needs as long as the client goes on reading.
         with trio.fail_after(_WRITE_S):
             await self._stream.send_all(data)
 
