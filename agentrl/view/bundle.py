@@ -36,6 +36,8 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
                     EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most
                 )
             ]
+        # The same functions answer here as under the server, so a bundle cannot show a run otherwise than its page
+        # does.
         details = {each_row.id: episode_answers.detail(opened, each_row.id, {}) for each_row in rows}
         with opened.store() as store:
             pictures = {digest: store.reads.image(digest) for digest in _digests(details)}
@@ -75,7 +77,11 @@ def _digests(details: Mapping[int, Mapping[str, Any]]) -> set[str]:
 
 def _write(out: Path, answers: dict[str, Any]) -> None:
     files = page_files()
+    # The page imports one module for its answers; in a bundle another file of that name stands there, which fetches
+    # files. No module of the page knows which of the two it has.
     files[_API] = files.pop(_STATIC_API)
+    # A file server sends no headers of ours, so the policy is in the document; `frame-ancestors` has no meaning there
+    # and is cut off. Texts of a policy are data here as well.
     policy = f'<meta http-equiv="content-security-policy" content="{POLICY.partition("; frame-ancestors")[0]}">'
     index = files.pop("index.html").decode().replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n    {policy}')
     for folder in ("assets", "data/episodes", "data/groups", "data/steps", "data/images"):
@@ -84,4 +90,6 @@ def _write(out: Path, answers: dict[str, Any]) -> None:
     for name, content in files.items():
         (out / "assets" / name).write_bytes(content)
     for name, answer in answers.items():
+        # ASCII, for the reason in `web_page`: JSON escapes hold lone surrogates, and UTF-8 does not.
+        # `allow_nan=False` because a browser refuses the whole document for one NaN.
         (out / "data" / f"{name}.json").write_text(json.dumps(answer, allow_nan=False), encoding="ascii")

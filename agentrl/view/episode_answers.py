@@ -29,6 +29,8 @@ from agentrl.view.opened_runs import OpenedRun
 Json = dict[str, Any]
 _MOST_ROWS = 200  # of one answer
 _MOST_FOUND = 2000  # episodes with a text
+# A search reads texts from the newest on and stops after this time; `searched_back_to` lets the page go on from
+# there. An index of all texts would cost the run at each turn, for a page that is seldom open.
 _SEARCH_S = 0.7  # for texts; the rest of a second is for the list
 _BINS = 20
 _CUT = 20_000  # characters of a text
@@ -52,6 +54,8 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
                 text, purpose=wanted.purpose, limit=_MOST_FOUND, budget_s=_SEARCH_S, before=before
             )
             wanted, back_to = replace(wanted, ids=searched.ids), searched.back_to
+        # The histogram is where the bounds are chosen, so they must not cut it. One query then gives both: the total
+        # within the bounds is a sum over its values.
         outcomes = store.search.outcomes(replace(wanted, least=None, most=None))
         rows = store.search.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)
     low, high = wanted.least, wanted.most
@@ -74,12 +78,15 @@ def histogram(outcomes: Mapping[float | None, int]) -> Json:
     """Counts of outcome rewards: by value if there are few, else in equal bins. A bin includes both of its bounds."""
     counts = {value: n for value, n in outcomes.items() if value is not None}
     values = sorted(counts)
+    # Rewards are often a handful of values (0 and 1, shares of tests): bins of equal width would put two of them into
+    # one bar or draw empty ones between.
     if len(values) <= _BINS:
         bins = [{"low": value, "high": value, "n": counts[value]} for value in values]
     else:
         width = (values[-1] - values[0]) / _BINS
         values_of_bins: list[list[float]] = [[] for _ in range(_BINS)]
         for value in values:
+            # The largest value lies on the upper edge of the last bin, and rounding can put others there.
             values_of_bins[min(_BINS - 1, int((value - values[0]) / width))].append(value)
         bins = [
             {"low": bin_values[0], "high": bin_values[-1], "n": sum(counts[value] for value in bin_values)}
@@ -98,6 +105,7 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
         restarts = store.reads.restarts(id)
         sizes = {size.index: size for size in store.search.turn_sizes(id)}
         family = store.search.family(id)
+        # Of turns that learn alone: the versions of a frozen role's model are none of the policy's steps.
         learned = {version for turn in trajectory.turns if turn.learns for version in sizes[turn.index].versions}
         made_at = {
             version: store.versions.step_of(version)
@@ -147,6 +155,7 @@ def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     with opened.store() as store:
         played_group = store.reads.group(id)
         rows = store.reads.episodes(group_id=id)
+    # Shorter than in an episode's own answer, since a group has a dozen of them.
     cut = None if query.get("whole") == "yes" else _CUT // 5
     members = _members(played_group, _advantages(opened, played_group), rows)
     for member, trajectory in zip(members, played_group.trajectories, strict=True):
@@ -269,6 +278,7 @@ def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -
     it."""
     n = len(turn.token_ids)
     shown = n if cut is None else min(n, _MOST_TOKENS)
+    # A column of another length is not of these tokens, and would be drawn beside the wrong ones.
     columns = {name: values for name, values in turn.columns.items() if len(values) == n}
     return {name: [_number(value) for value in values[:shown]] for name, values in {**columns, **dumped}.items()}
 
@@ -284,16 +294,21 @@ def _dumped(opened: OpenedRun, step: int, episode: int) -> dict[int, dict[str, l
         with path.open(encoding="utf-8") as file:
             for line in file:
                 head = _DUMPED.match(line)
+                # Read with an expression over the first characters, and only a line that is wanted is parsed: a dump
+                # has all tokens of a step, and JSON of hundreds of megabytes would be read for one episode.
                 if head is None or int(head[1]) != 0 or int(head[2]) != episode:  # of the first pass
                     continue
                 row: Json = json.loads(line)
                 dumped = {name: row[name] for name in _DUMPED_COLUMNS if name in row}
                 if "logprob" in row and "behaviour" in row:
                     dumped["ratio"] = [
+                        # Capped, since `exp` of a difference beyond 709 raises OverflowError, and such a ratio is
+                        # just what a page is opened for. e^50 says as much.
                         None if a is None or b is None else math.exp(min(50.0, a - b))
                         for a, b in zip(row["logprob"], row["behaviour"], strict=True)
                     ]
                 by_turn[int(head[3])] = dumped
+    # Nearly every run has no dump, and one that is being written ends in half a line. The episode is shown without.
     except (OSError, ValueError):
         return {}
     return by_turn
@@ -305,6 +320,8 @@ def _pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str | None]
         return [None] * len(ids)
     pieces = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     return [
+        # A token that is a part of a character has no text of its own and decodes to a replacement mark. Its name in
+        # the vocabulary at least tells it from another one.
         (tokenizer.id_to_token(id) or piece) if "\ufffd" in piece or not piece else piece
         for id, piece in zip(ids, pieces, strict=True)
     ]
@@ -338,6 +355,8 @@ def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
     Members that ended after the group closed are judged by its record. Nothing for a group that is still open."""
     if group.record is None:
         return {}
+    # Members that came after the group closed have no part in its baseline, but are trained against it: the record as
+    # it was at the close is the one that the learner used.
     late = {
         trajectory.member: trajectory.record
         for trajectory in group.trajectories
@@ -405,6 +424,8 @@ def _whole(query: Mapping[str, str], key: str) -> int | None:
     value = query.get(key)
     if not value:
         return None
+    # `isdigit` holds for other scripts, too, and `int` would read them; 15 digits fit in an integer of SQLite and in
+    # a number of JavaScript.
     if not value.isascii() or not value.isdigit() or len(value) > 15:
         raise UsageError(f"{key} = {value[:50]!r}: give a whole number from 0 on")
     return int(value)

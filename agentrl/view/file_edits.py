@@ -35,12 +35,16 @@ def edits_of(text: str) -> list[dict[str, str | None]]:
 
 
 def _calls(text: str) -> Sequence[ToolCall]:
+    # Every dialect is tried, and not the one of the run's model: a page has runs of many, and a recorded turn may be
+    # in none of its own run's (a model that writes calls as it was pretrained to).
     for form in FORMATS.values():
         marked = any(marker in text for marker in form.markers)
+        # Markers are looked for first because a parse costs more than a search, and a page asks for each turn.
         if not marked and (form.markers or not text.lstrip().startswith(("{", "["))):
             continue
         try:
             calls = form.parse(text).calls
+        # A page shows what it can: a turn that breaks a parser is shown as its text.
         except AgentRLError:
             continue
         if good := [call for call in calls if isinstance(call, ToolCall)]:
@@ -53,6 +57,7 @@ def _of(name: str, arguments: Mapping[str, Any], outer: str) -> Iterator[dict[st
     path = next((texts[key] for key in _PATHS if key in texts), outer)
     place = next((str(arguments[key]) for key in _PLACES if isinstance(arguments.get(key), int | str)), None)
     edit: dict[str, str | None] = {"name": name, "path": path or None, "place": place, "old": None, "new": None}
+    # Some tools take several edits of one file, whose path is only outside; so the parts inherit it.
     if isinstance(several := arguments.get("edits"), list):
         for part in cast("list[Any]", several)[:_MOST]:
             if isinstance(part, dict):
@@ -66,6 +71,8 @@ def _of(name: str, arguments: Mapping[str, Any], outer: str) -> Iterator[dict[st
         if key in texts and _PATCH.search(texts[key]):
             yield edit | {"patch": texts[key]}
             return
+    # `content` and `text` are the names of nearly everything. Only beside a path or a line are they the contents of a
+    # file.
     keys = _INSERTED if place is not None else _WHOLE if path else ()
     if (key := next((key for key in keys if key in texts), None)) is not None:
         yield edit | {"new": texts[key]}

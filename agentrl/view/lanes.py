@@ -39,6 +39,7 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
     first = min([began for began, _, _ in turns] + [began for began, _ in episodes])
     if len(turns) == _MOST_TURNS:  # there are older ones
         first = min(ended for _, ended, _ in turns)
+    # At least a second, or a run that has just begun would have bins of no width to divide by.
     since = min(max(until - _MINUTES_S, first), until - 1.0)
     width = (until - since) / _BINS
 
@@ -64,12 +65,16 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
         },
         "worker": {
             "episodes": under_way,
+            # A difference of two measurements of different processes, whose clocks need not agree: below zero it is
+            # their error.
             "environment": [max(0.0, a - b) for a, b in zip(under_way, in_engine, strict=True)],
             "idle": _idle(playing, since, until),
         },
         "learner": {
             "busy": learner_busy,
             "tokens_per_s": spread(trained),
+            # Of the time that the steps account for, not of the ten minutes: the step under way is in no row yet, and
+            # would count as idle.
             "idle": sum(learner_idle) / sum(either) if sum(either) else None,
         },
         "marks": [
@@ -126,6 +131,8 @@ def _spread(spans: Iterable[tuple[float, float, float]], since: float, width: fl
         if ended <= began:
             continue
         first, last = int((began - since) / width), min(_BINS - 1, int((ended - since) / width))
+        # Spans are divided exactly over bins, not sampled at their middles: turns are shorter than a bin, and would
+        # flicker in and out of a sample.
         if first == last:
             bins[first] += value * (ended - began)
             continue
@@ -139,6 +146,8 @@ def _spread(spans: Iterable[tuple[float, float, float]], since: float, width: fl
 def _idle(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
     """The share of the time in which none of the spans was."""
     covered, reached = 0.0, since
+    # A sweep over the beginnings: what is covered already reaches up to `reached`, and each span adds only what lies
+    # beyond.
     for began, ended in sorted(spans):
         covered += max(0.0, min(ended, until) - max(began, reached))
         reached = max(reached, min(ended, until))

@@ -20,6 +20,7 @@ _NOTE_CHARS: Final = 10_000
 
 def notes_of(run: RunDir) -> Json:
     """The `tags` (a list of texts) and the `note` of a run; none for a file that is missing, or is not ours."""
+    # The file lies in the run's folder, where people edit it: a broken one must not take the run from the list.
     with suppress(OSError, ValueError, UsageError):
         return _checked(json.loads(run.notes.read_text(encoding="utf-8")))
     return {"tags": [], "note": ""}
@@ -31,6 +32,8 @@ def keep_notes(run: RunDir, said: Any) -> Json:
     notes = _checked(said)
     written: Path | None = None
     try:
+        # Written beside and then renamed: two viewers that save at once leave one of the two notes, and never half of
+        # each.
         with tempfile.NamedTemporaryFile("w", dir=run.path, prefix=".notes-", delete=False) as file:
             written = Path(file.name)
             json.dump(notes, file)
@@ -51,6 +54,7 @@ def _checked(said: Any) -> Json:
         raise UsageError(f"note has {len(note)} characters: write {_NOTE_CHARS} at most")
     checked_tags: list[str] = []
     for tag in cast("list[Any]", tags):
+        # Printable, since a command line lists tags in a table, and a control character would write to the terminal.
         if not isinstance(tag, str) or not 0 < len(tag.strip()) <= _TAG_CHARS or not tag.isprintable():
             raise UsageError(f"tag {str(tag)[:50]!r}: give 1 to {_TAG_CHARS} letters, digits, signs")
         checked_tags.append(tag.strip())

@@ -33,6 +33,8 @@ class OpenedRun:
 
     def __init__(self, id: str, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self.id, self.run, self._clock = id, run, clock
+        # Reentrant: answers are made of others (`state` reads `steps`, which opens the store). One lock for a run,
+        # since its reads share the caches; answers of different runs do not wait for each other.
         self._lock = threading.RLock()
         self._handle: RunStore | None = None
         self._inode = 0
@@ -49,6 +51,8 @@ class OpenedRun:
         with self._lock:
             inode = 0
             with suppress(FileNotFoundError):  # a run may be made anew meanwhile
+                # By the inode: `--overwrite` makes a new file of the same name, and the handle would go on showing
+                # the old run, which has no name any more.
                 inode = self.run.store_path.stat().st_ino
             if inode != self._inode:
                 self._forget()
@@ -59,6 +63,8 @@ class OpenedRun:
             yield handle
         except AgentRLError:
             with self._lock:
+                # Not every error is the handle's: an unknown episode raises as well, and must not throw away all
+                # caches. So it is tried with the cheapest question there is.
                 if handle is self._handle and not self._answers(handle):
                     self._forget()
             raise
@@ -77,6 +83,7 @@ class OpenedRun:
                 self._handle.close()
         self._handle, self._rows, self._flat, self._status, self._evaluations = None, [], [], None, {}
         self._seldom, self._config = {}, None
+        # Where `cached_property` keeps its value: a new run under this name may have another model.
         self.__dict__.pop("tokenizer", None)
 
     close = _forget
@@ -122,6 +129,8 @@ class OpenedRun:
     def steps(self) -> list[Metric]:
         """The rows of the optimizer steps that count, by step. Only new ones are read, unless the run went back."""
         with self.store() as store, self._lock:
+            # A restart may have undone steps that were read. Another attempt is the sign of it, and then all are read
+            # again; otherwise a poll costs only the new rows, however long the run is.
             if self._rows and self._rows[-1].attempt != store.lineage.attempt:
                 self._rows, self._flat = [], []
             new = store.metrics.values("step", after=self._rows[-1].step if self._rows else -1)
@@ -144,6 +153,8 @@ class OpenedRun:
                 began = self._clock()
                 with self.store() as store:
                     value = read(store)
+                # 2 % of the time at most, whatever the query costs: a fixed interval would be too short for a large
+                # run and needlessly long for a small one.
                 self._seldom[name] = self._clock() + 50 * (self._clock() - began), value
             return cast("_T", value)
 
@@ -198,11 +209,15 @@ class OpenedRuns:
 
     def _free_id(self, name: str) -> str:
         taken = {opened.id for opened in self._known.values()}
+        # Two folders may hold runs of the same name. An id stays with its path as long as the page is served, since
+        # addresses of the page have it.
         ids = (name if n == 1 else f"{name}~{n}" for n in range(1, len(taken) + 2))
         return next(id for id in ids if id not in taken)
 
     def close(self) -> None:
         """Close every handle."""
+        # Before the handles: answers that wait for news (`_changes`) end on it, and would otherwise ask a closed
+        # store.
         self.closing.set()
         for opened in self._known.values():
             opened.close()

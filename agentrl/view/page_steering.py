@@ -53,9 +53,13 @@ def requeue(run: RunDir, said: Any) -> Json:
     document, groups, option = _document(said, *["group"] * is_one_group), None, "--failed"
     if is_one_group:
         group = document["group"]
+        # A bool is an int in Python: `true` would be group 1.
         if not isinstance(group, int) or isinstance(group, bool) or not 0 < group < 1 << 63:
             raise UsageError(f"group = {str(group)[:50]!r}: give the number of a group")
         groups, option = [group], f"--group {group}"
+    # The command line may requeue in a run that stands still; a page may not, since what a run takes up when it
+    # starts belongs to whoever starts it.
+    # `tests/view/test_page_steering.py::test_a_run_that_is_not_under_way_is_changed_by_who_starts_it`.
     if not steering.under_way(run):
         raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} {option}, before it goes on")
     return {"told": "; ".join(steering.requeued_lines(run, steering.requeue(run, groups)))}
@@ -75,6 +79,8 @@ def steered(opened: OpenedRun) -> Json:
 
 
 def _document(said: Any, *fields: str) -> Mapping[str, Any]:
+    # Exactly these fields: a misspelt one would otherwise be ignored, and a pause with `nwo` would be an ordinary
+    # pause.
     if not isinstance(said, dict) or set(cast("Json", said)) != {*fields}:
         raise UsageError(f"give {{{', '.join(f'{field!r}: …' for field in fields)}}} as JSON".replace("'", '"'))
     return cast("Json", said)

@@ -110,6 +110,7 @@ def health(opened: OpenedRun) -> list[Json]:
     path = opened.run.path
     live = under_way(opened.run)
     rows = opened.steps()
+    # The advice reads far more of the store than the page's other answers.
     findings = opened.seldom(
         "health", lambda store: examine(read_facts(store, opened.config, path, live=live, rows=rows))
     )
@@ -130,6 +131,8 @@ def metrics(opened: OpenedRun, names: Sequence[str]) -> Json:
 def metric_names(opened: OpenedRun) -> list[str]:
     """The names that the first and the last steps measured."""
     flat = opened.values()
+    # Names settle within the first steps of a run. First and last rows, since some metrics begin later and others
+    # end; all of them would be gone through at every look for a name that came and went.
     return sorted({name for row in (*flat[:5], *flat[-25:]) for name in row})
 
 
@@ -149,6 +152,7 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
     """Changes whenever a page of the run has something new to show. Reads no more than what is new."""
     steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
+        # Counters and small values only: this is what every open page asks for once a second.
         wishes = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
         return [
             *store.metrics.progress(),
@@ -174,6 +178,8 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     for before, after in itertools.pairwise(rows):
         if after.attempt != before.attempt:
             events.append({"kind": "restart", "step": after.step, "text": f"went on from step {after.step - 1}"})
+    # A run with a broken environment has thousands of failures, which would hide everything else; of each kind the
+    # newest are shown.
     for task in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
         text = f"{task.times} times {task.reason.value}: {task.detail}"[:300]
         events.append({"kind": "fault", "step": opened.step_at(task.last_s), "text": text, "episode": task.episode})
@@ -197,6 +203,7 @@ def _lags(rows: Sequence[Metric]) -> Json:
         by_lag = cast("Mapping[str, Mapping[str, float]]", row.values.get("by_lag") or {})
         trained.update({lag: int(share.get("tokens") or 0) for lag, share in by_lag.items()})
         stale.update(cast("Mapping[str, int]", row.values.get("tokens_stale_by_lag") or {}))
+    # By number: as texts, `16_31` would come before `2_3`.
     order = sorted({*trained, *stale}, key=lambda lag: int(lag.partition("_")[0]))
     return {"lag": order, "trained": [trained[lag] for lag in order], "stale": [stale[lag] for lag in order]}
 
@@ -214,6 +221,7 @@ def _thinned(values: Sequence[float | None]) -> list[float | None]:
     """Return at most `_SPARK` means of neighbours."""
     if len(values) <= _SPARK:
         return list(values)
+    # Means of neighbours and not every n-th value: rewards are noisy, and a sample would show the noise.
     edges = [len(values) * k // _SPARK for k in range(_SPARK + 1)]
     parts = ([value for value in values[a:b] if value is not None] for a, b in itertools.pairwise(edges))
     return [fmean(part) if part else None for part in parts]

@@ -56,6 +56,9 @@ class RunsCollector:
         samples: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
         engine_families: dict[str, Any] = {}
         for opened in self._runs.all():
+            # Per run, and its samples are made before any is added: a run that cannot be read leaves the answer as a
+            # whole, not by halves, and the others stay.
+            # `tests/view/test_run_gauges.py::test_a_run_that_cannot_be_read_does_not_hide_the_others`.
             with suppress(AgentRLError, OSError):
                 gauges = list(_samples(opened, self._now()))
                 for name, labels, value in gauges:
@@ -64,9 +67,12 @@ class RunsCollector:
                     labels = {"run": opened.id, "engine": engine_figures.engine}
                     samples["agentrl_engine_scrapes"].append((labels, engine_figures.asked))
                     samples["agentrl_engine_scrapes_failed"].append((labels, engine_figures.failed))
+                    # An old figure looks like a current one in a graph. Absent, it is a gap, which alerts can see.
                     if self._now() - engine_figures.time_s < _FRESH_S:
                         _add_own(engine_families, self._client, labels, engine_figures.text)
         for name, (kind, meaning) in FAMILIES.items():
+            # Families are made anew at each scrape, not as the client's Gauge and Counter objects: these live in a
+            # process and would go on serving the series of runs that have gone.
             family = self._client.Metric(name, meaning, kind)
             for labels, value in samples[name]:
                 family.add_sample(name + "_total" * (kind == "counter"), labels, value)
@@ -83,6 +89,7 @@ def _add_own(families: dict[str, Any], client: Any, labels: dict[str, str], text
     except ValueError:
         return
     for each_family in parsed:
+        # An engine's own metric must not pass for one of ours.
         if each_family.name not in FAMILIES:
             family = families.setdefault(
                 each_family.name, client.Metric(each_family.name, each_family.documentation, each_family.type)
@@ -102,6 +109,8 @@ def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, s
         yield "agentrl_last_step_age_seconds", {}, max(0.0, now_s - steps[-1].time_s)
         for name, value in newest[-1].items():
             if value is not None:
+                # One family with a label, not a family for each metric: their names come from algorithms and users
+                # and need not be names that Prometheus takes.
                 yield "agentrl_step_metric", {"metric": name.replace(".", "/")}, value
     held_out = cast("dict[str, float]", state["held_out"])
     if held_out:

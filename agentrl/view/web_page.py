@@ -111,15 +111,23 @@ class _Shared:
 
     async def __call__(self, key: object, make: Callable[[], Any]) -> bytes:
         """The answer of `make`, which runs in a thread, as JSON."""
+        # A lock for each question: the first who asks makes the answer, the others wait for it and take it. Without,
+        # ten viewers would run the same query ten times, in ten threads
+        # (`tests/view/test_web_page.py::test_ten_viewers_are_answered_once`).
         lock = self._locks.setdefault(key, anyio.Lock())
         try:
             async with lock:
                 if (shared_answer := self.known(key)) is not None:
                     return shared_answer[0]
                 began = self._clock()
+                # In a thread, since a store's reads block; encoded there as well, as JSON of a megabyte takes the
+                # loop tens of milliseconds, in which nobody else is answered.
                 answer = await to_thread.run_sync(lambda: _encoded(make()))
                 took = self._clock() - began
+                # Popped before it is set, so that it is the newest in the dict's order, and what is dropped below is
+                # the oldest.
                 self._kept.pop(key, None)
+                # A long answer is an episode with all its tokens, which one person reads once.
                 if len(answer) <= _KEPT_BYTES:
                     self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took / _SHARE)), answer
                 while len(self._kept) > _KEPT_ANSWERS:
@@ -178,6 +186,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
     )
+    # Around everything, files of the page included: a route that is added later cannot forget the check.
     return _Guard(app, visitors, shared)
 
 
@@ -193,6 +202,7 @@ class _Guard:
         if scope["type"] != "http":
             return
 
+        # At the one place that every answer goes through, refusals and errors of the framework included.
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
@@ -214,6 +224,9 @@ class _Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        # Against DNS rebinding: a page of an attacker whose name comes to point here is of the same origin as these
+        # answers, in the browser's eyes; only the `Host` header shows the name.
+        # `tests/view/test_web_page.py::test_a_name_that_points_here_from_elsewhere_gets_nothing`.
         if self._visitors.hosts and _host(headers.get(b"host", b"").decode("latin-1")) not in self._visitors.hosts:
             return _problem(421, "this page is not served under that name: open the address that the command printed")
         if scope["method"] == "POST" and scope["path"].rpartition("/")[2] in self._visitors.writes:
@@ -222,6 +235,7 @@ class _Guard:
         elif scope["method"] not in ("GET", "HEAD"):
             return _problem(405, "this page only looks")
         shown = headers.get(b"authorization", b"")
+        # `compare_digest`, since `==` ends at the first wrong byte, and a neighbour on this machine can measure that.
         if scope["path"].startswith("/api/") and not hmac.compare_digest(shown, self._right):
             return _problem(401, "open the address that the command printed: it ends in the token")
         return None
@@ -231,6 +245,8 @@ def loopback_hosts(host: str) -> frozenset[str]:
     """The names by which requests may address a server that listens on `host`; none, if it listens beyond this
     machine."""
     try:
+        # All addresses of the name: one that listens beyond this machine is enough for others to come in by names
+        # that are not known here, and then no list of hosts can be complete.
         inside = all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
         raise UsageError(f"--host {host!r} is no address of this machine: give 127.0.0.1, or one of its own") from None
@@ -247,6 +263,8 @@ def _from_here(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a request that writes comes from the page itself, or from no page at all (a script with the token)."""
     origin, host = headers.get(b"origin"), headers.get(b"host", b"")
     ours = origin is None or origin in (b"http://" + host, b"https://" + host)
+    # Browsers send it and no script of a page can set it. Absent, it is an older browser, for which `Origin` decides,
+    # or no browser at all.
     asked_by = headers.get(b"sec-fetch-site", b"same-origin")
     return ours and asked_by == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
 
@@ -330,12 +348,15 @@ async def _image(runs: OpenedRuns, request: Request) -> Response:
         return _problem(404, f"no run {error.args[0]!r} is here")
     except (AgentRLError, ValueError) as error:
         return _problem(404, str(error))
+    # An attachment: opened by itself, bytes that a policy produced must never be rendered as a document of this
+    # origin, where the token is.
     return Response(image.data, media_type=image.media_type, headers={"content-disposition": "attachment"})
 
 
 async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Request) -> Response:
     """Do what `name` says in `_WRITES`; what came of it."""
     body = bytearray()
+    # Counted as it comes: a `content-length` may be missing or wrong.
     async for part in request.stream():
         body += part
         if len(body) > _SENT_BYTES:
@@ -343,6 +364,7 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
 
     try:
         document = json.loads(body)
+    # Deep nesting raises RecursionError in the parser, which is no fault of this server's.
     except (ValueError, RecursionError):
         return _problem(400, f"{name}: the request is no JSON")
     try:
@@ -356,6 +378,8 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
     except AgentRLError as error:
         return _problem(503, str(error))
     finally:
+        # In `finally`: a request that failed may have done its work before it did, and an answer from before it must
+        # not be shown either way.
         opened.look_anew()
         shared.forget()
     return _sent(_encoded(done))
@@ -374,6 +398,8 @@ async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Respon
 async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncIterator[str]:
     last: object = None
     quiet, writes = 0, shared.writes
+    # Polled, not signalled: the run is another process, maybe on another machine, and its store has nobody to notify.
+    # Through `shared`, one look a second serves all viewers of a run.
     while not closing.is_set():
         if writes != shared.writes:
             writes = shared.writes
@@ -385,8 +411,12 @@ async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncI
         if now != last:
             last, quiet = now, 0
             yield f"event: change\ndata: {now.decode()}\n\n"
+        # The page may have been answered from before the last change, as answers are taken as known for a while. Once
+        # those have run out, it is told to ask again.
         elif (quiet := quiet + 1) == _SETTLED_LOOKS:
             yield "event: change\ndata: again\n\n"
+        # A comment of the protocol: proxies close a stream on which nothing comes, and a client that has gone is
+        # noticed only by writing.
         elif quiet % _QUIET_LOOKS == 0:
             yield ": nothing new\n\n"
         await anyio.sleep(_LOOK_S)
