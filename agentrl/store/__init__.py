@@ -172,6 +172,8 @@ class RunStore(Closing):
         `path` is the address file that says so. Raises UsageError if there is a run at `path` already."""
         db = connect(Path(path), clock=clock, create=True, url=url)
         try:
+            # In one transaction with the tables: a process killed between the two would leave a store that nobody can
+            # resume, since it has no configuration, and nobody can begin, since it has tables.
             db.prepare(create=True, first=lambda: db.execute(FIRST_META, (config_json,)))
         except BaseException:
             db.close()
@@ -185,6 +187,8 @@ class RunStore(Closing):
         does not answer, StoreError if the file is something else."""
         db = connect(Path(path), clock=clock)
         try:
+            # Not retried as later calls are: whoever opens a store has just typed its address, and should read at once
+            # that nobody answers there.
             db.prepare(create=False)
         except BaseException:
             db.close()
@@ -259,6 +263,8 @@ class RunStore(Closing):
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
             wakes = [] if signal.wakes is None else [signal.wakes]
+            # Not `select`, which fails for descriptors above 1023: a process with a few hundred sandboxes has
+            # thousands. SQLite gives no descriptor at all, and then this line only sleeps.
             connection.wait(wakes, min(signal.pause_s, left_s))
 
     def close(self) -> None:
@@ -292,6 +298,8 @@ class RunStore(Closing):
         with self._db.write():
             check_lead(self._db)
             row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
+            # Compared and set under one write lock. With a read before a `set_meta`, two commands of a user that come
+            # together would both believe that theirs was the change.
             if ("" if row is None else row[0]) != before:
                 return False
             self._db.execute(SET_META, (key, value))

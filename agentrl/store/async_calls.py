@@ -35,6 +35,8 @@ class Aside(Generic[_S]):
     async def __call__(self, call: Callable[[_S], _T]) -> _T:
         if self._inline:
             return call(self._store)
+        # The thread of an abandoned call keeps the limiter's only token until it has ended. So a cancelled caller
+        # leaves at once, and still no later call overtakes the one that it left behind.
         return await trio.to_thread.run_sync(call, self._store, abandon_on_cancel=True, limiter=self._one)
 
 
@@ -60,6 +62,8 @@ class Looks(Generic[_R]):
 
     async def __call__(self, call: Callable[[_R], _T]) -> _T:
         """Make the call. Raises its errors, and StoreAway if the server does not answer in time."""
+        # A read of a file waits for no writer (SQLite's log keeps the old pages) and takes microseconds. A thread would
+        # take longer than the read, and every idle worker makes such reads all the time.
         if self._inline or not self._store.remote:
             return call(self._store)
         with trio.move_on_after(self._deadline_s):
@@ -76,6 +80,9 @@ class Newest(Generic[_T]):
         self._begun = self._done = 0  # numbers of reads
 
     async def __call__(self) -> _T:
+        # A caller that comes while a read is under way does not take its result: the read may have begun before the
+        # change that the caller has just heard of. It waits for the next read, and so does everybody else who came
+        # meanwhile; so many callers cost two reads, not one each. `tests/store/test_looks.py` holds both halves.
         reads_before = self._begun
         async with self._turn:
             if self._done <= reads_before:
@@ -104,6 +111,8 @@ class Waiting:
         signal = self._store.signal(role)
         looking = self._looks.setdefault(role, _Looking(signal))
         with trio.move_on_after(timeout_s):
+            # Two counters, and not one flag: several tasks of a process may wait for the same role, and a flag would be
+            # consumed by the first of them while the others sleep on.
             reported = looking.reported
             while await looking() <= reported:  # other processes write, and no event of ours shows it
                 with trio.move_on_after(signal.pause_s):
@@ -135,5 +144,7 @@ async def _woken(wakes: int | None) -> None:
     else:
         try:
             await trio.lowlevel.wait_readable(wakes)
+        # trio lets one task wait for a descriptor. The others of the role look again soon instead; they share the look
+        # itself, so this costs a wake-up and no query.
         except (trio.BusyResourceError, OSError):  # another task of this role waits there, or a look has closed it
             await trio.sleep(_BESIDE_S)

@@ -92,6 +92,8 @@ KINDS = {
 
 __all__ = ["KINDS", "AuditReport", "Violation", "audit"]
 
+# Literals, not `StopReason.by_policy`: with that property the audit would agree with whatever the property says, and a
+# reason that was put on the wrong side (law 3) would show nowhere.
 _NOT_BY_POLICY = {"engine_failed", "sandbox_failed", "env_failed", "expired"}
 _ENV_ENDED = {"done", "truncated"}
 
@@ -112,6 +114,8 @@ def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
         _check_lag,
         _check_file,
     )
+    # One transaction for all checks. With one for each, an episode that ends between two of them would look like a
+    # count that disagrees with its rows, and a live run could never be audited.
     with db.read():
         for check in checks:
             check(db, report)
@@ -147,6 +151,8 @@ def _count(db: Database, report: AuditReport) -> None:
         report.breach("drop_without_reason", f"group {group_id}")
 
 
+# Not SQLite's own check of foreign keys: the audit reads PostgreSQL by the same statements, and a copy that a user made
+# with another tool may have been written with the checks switched off.
 _OWNERS = (
     ("episodes", "group_id", "groups"),
     ("turns", "episode_id", "episodes"),
@@ -180,6 +186,8 @@ def _check_owners(db: Database, report: AuditReport) -> None:
 def _check_turns(db: Database, report: AuditReport) -> None:
     """Check that a trial's turns have no gaps, that all but its last are answered, and that every token is complete."""
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
+    # Streamed in the order of the turns, so that a run of millions of turns is audited in constant memory. That order
+    # is also what lets a gap, or an answer that is missing, show as a difference from the row before.
     rows = db.execute(
         "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, t.learns,"
         " k.data, s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
@@ -222,6 +230,7 @@ def _check_spans(
 ) -> int | None:
     """Check that each token of a turn has one known version; return the step of the oldest one. `steps_of` is None for
     a turn of a frozen policy, whose versions are not the run's."""
+    # Token by token, not by the sum of lengths: two spans that overlap beside a gap of the same length would add up.
     covered = [token for _, start, end, *_ in spans for token in range(start, end)]
     if covered != list(range(n_tokens)):
         report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
@@ -236,6 +245,8 @@ def _check_spans(
 def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
     """The fault of a token blob (for its layout see `codec`); None if it has none."""
     try:
+        # The layout is read here a second time, on purpose. `codec.unpack_tokens` would read a wrong offset back
+        # exactly as `codec.pack_tokens` wrote it.
         data = zstandard.ZstdDecompressor().decompress(blob)
         width, p, t = struct.unpack_from("<BII", data)
         if (p, t) != (n_prompt, n_tokens):
@@ -270,6 +281,8 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
+    # Rows that an ending should have deleted do no harm to training. They are reported since they show an ending that
+    # was not one transaction, and since snapshots are large: a leak of them fills the disk of a long run.
     for table, leftover in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
         ids = f"SELECT DISTINCT episode_id FROM {table}"
         for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({ids})"):
@@ -349,6 +362,8 @@ def _check_lineage(db: Database, report: AuditReport) -> None:
             report.breach("trained_unfinished", f"{where} is in the lineage and {state}")
         if not _in_loss(stop_reason, outcome):
             report.breach("trained_unscored", f"{where} ended as {stop_reason} with outcome {outcome}")
+    # The same law read from the other side: the loop above begins with lineage rows and would miss a group that says
+    # "taken" and has no row at all.
     for group, purpose, state, step in db.rows("SELECT id, purpose, state, taken_step FROM groups"):
         is_taken = state in ("taken", "trained")
         if is_taken != (step is not None) or (is_taken and step not in trained_of[group]):
@@ -416,6 +431,8 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
                 alive = [
                     value for value, turn_rewards in zip(returns, rewards, strict=True) if turn < len(turn_rewards)
                 ]
+                # The store decides that returns are equal with sums in another order, so equal returns may differ here
+                # in their last bits. A signal this small would not move a weight.
                 if any(abs(value - mean) > 1e-6 for value in alive):
                     report.breach("skipped_with_signal", f"{where}: turn {turn} of {role!r} returned {returns}")
                     break
@@ -480,6 +497,9 @@ def _check_lag(db: Database, report: AuditReport) -> None:
     lags: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for episode, step, bound, spans in rows:
         for version, start, end, *_ in json.loads(spans):
+            # After a rollback a token may come from weights of a step that this lineage has not reached again. Such a
+            # token is off-policy and not old: its lag is 0, never negative. An unknown version is reported by
+            # `_check_spans`.
             behind = max(0, step - 1 - steps_of.get(version, step - 1))
             lags[episode, step, bound].append(behind)
             if behind > bound:

@@ -55,9 +55,13 @@ def pack_tokens(turn: Turn) -> bytes:
     """The blob of a turn's prompt ids, sampled ids, log-probs and columns.
 
     Raises StoreError for an id that is no 32-bit unsigned integer or a log-prob that is not finite (law 1)."""
+    # The sum is a quick test that runs in C: it is finite only if every number is. It may overflow although each is
+    # finite, so a sum that is not finite is looked at one by one.
     if not math.isfinite(sum(turn.logprobs)) and not all(map(math.isfinite, turn.logprobs)):
         raise StoreError(f"turn {turn.index}: a sampled token's log-prob is not finite")
     logprobs = array("f", turn.logprobs)
+    # The store never rounds a log-prob (law 1): half the bytes are taken only where they give back the very same
+    # number.
     if tuple(logprobs) != turn.logprobs:
         logprobs = array("d", turn.logprobs)
     try:
@@ -90,6 +94,8 @@ def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
     data = _decompressed(blob)
     _, _, n_tokens = _HEADER.unpack_from(data)
     present = unpack_tokens(blob)[3]
+    # A second column of one name would only be appended, and a reader by name would get the later one: what was written
+    # must not change.
     more = {name: values for name, values in named.items() if name not in present}
     return _compressed(data + pack_columns(more, n_tokens, what))
 
@@ -100,6 +106,8 @@ def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
     parts = list[bytes]()
     try:
         columns.check(named, n)
+        # By name and with the type in the blob, so that a process which never imported the package that registered a
+        # column can read it back: the viewer, an export, the store of somebody else.
         for name, values in named.items():
             code = _CODES[columns.column(name).dtype]
             data = _little(array(code, values))
@@ -194,6 +202,8 @@ def to_json(value: Json, what: str) -> str:
         text = _JSON.encode(value)
         text.encode()
     except UnicodeEncodeError:
+        # A lone surrogate may stand in JSON as an escape and not in UTF-8. Only such a value is written in ASCII: for
+        # all others, escapes would make text that is not English two to three times as long.
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise StoreError(f"{what} is not JSON-safe: {error}") from error
@@ -269,6 +279,8 @@ def _url_of(url: str, data_of: Callable[[str], bytes]) -> str:
 
 def pack_spans(spans: tuple[VersionSpan, ...]) -> str:
     """Version spans as JSON `[[version, start, end], …]`; a recomputed one has a 1 after these."""
+    # A fourth number only where it says something: almost every turn has one span, and there is a row of these for each
+    # turn of the run.
     numbers = ([span.version, span.start, span.end, *[1] * span.recomputed] for span in spans)
     return json.dumps(list(numbers), separators=(",", ":"))
 
@@ -296,6 +308,8 @@ def unpack_task(text: str) -> Task:
 
 def pack_identity(task: Task) -> str:
     """A task's identity: equal for two tasks that are the same, wherever they stand in their source."""
+    # Without the index, which says where a task stands in its source. The same row in a second epoch, or in a file with
+    # lines added above it, is the same task, and stays in quarantine.
     return json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
 
 
@@ -303,6 +317,8 @@ def pack_answer(step: Step, what: str) -> str:
     """All of a step but messages, reward and flags as one JSON object: gymnasium's info and the other fields.
 
     Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
+    # The fields of a step and the user's info share one JSON object, so a key of theirs with our name would be read
+    # back as our field: an `info["outcome"]` would become a reward. It is refused, never renamed (law 8).
     if taken := sorted(_ANSWER.keys() & step.info):
         raise StoreError(f"{what}: info[{taken[0]!r}] is a field of the step: set that")
     fields = {name: value for name, default in _ANSWER.items() if (value := getattr(step, name)) != default}

@@ -44,6 +44,8 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
             new.unlink(missing_ok=True)
             raise
         target.close()
+    # Only now that the copy is committed does the run change its store. The old one is renamed and never deleted:
+    # whoever is unsure of the server has it back with one `mv`.
     (run / here).rename(old_place)
     if target_name == STORE:
         new.rename(run / STORE)
@@ -54,8 +56,12 @@ def copy(source: Database, target: Database) -> int:
     """Copy all rows into a store that was just made, in one transaction; returns how many."""
     copied = 0
     with source.read(), target.write(durable=True):
+        # Tables come in the order of their names, so some rows arrive before those that they refer to. The references
+        # are checked all the same, when the transaction commits.
         target.upkeep.loosen()
         tables = target.upkeep.tables()
+        # Counters come last. Inserting the other rows fires the triggers that count, and triggers cannot be switched
+        # off alike in both databases; so let them count, and put the original numbers in their place at the end.
         for table in sorted(tables, key=lambda name: name in _COUNTERS):
             if table in _COUNTERS:  # triggers count too: what they wrote goes
                 target.execute(f"DELETE FROM {table}")

@@ -164,6 +164,9 @@ class EpisodeSearch(StorePart):
             row = self._db.row("SELECT MAX(id) FROM episodes")
         newest = row[0] or 0 if row else 0
         newest = newest if before is None else min(newest, before - 1)
+        # A read transaction for each chunk, not one for the search: as long as one is open, SQLite cannot fold its
+        # write-ahead log into the file, and a search over a long run would let the log grow by all that the run
+        # journals meanwhile.
         for high in range(newest, 0, -_CHUNK):
             low = max(0, high - _CHUNK)
             with self._db.read():
@@ -216,6 +219,8 @@ class EpisodeSearch(StorePart):
         with self._db.read():
             origin = "SELECT g.fork_of FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
             root = episode_id
+            # Bounded, although a fork is always younger than its origin and there can be no circle: the rows may have
+            # been changed by hand, and a page must not hang on them.
             for _ in range(most):
                 if (row := self._db.row(origin, (root,))) is None or row[0] is None:
                     break
@@ -239,6 +244,8 @@ class EpisodeSearch(StorePart):
 
     def _with_text(self, text: str, purpose: str | None, low: int, high: int) -> Iterator[int]:
         written = self._db.any_text(f"%{_escaped(text)}%")
+        # Answers are stored as JSON, so a line break or a quote of the text stands there as an escape, and is looked
+        # for as one. What the model wrote is stored as it is.
         answered = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1]).lower()}%"
         rows = self._db.rows(
             f"SELECT e.id{_FROM} WHERE e.id > ?1 AND e.id <= ?2 AND g.purpose = COALESCE(?3, g.purpose)"

@@ -123,6 +123,9 @@ class JournalWriter:
         self._thread: threading.Thread | None = None
         if not inline:
             self._token = trio.lowlevel.current_trio_token()
+            # A thread of our own, not trio's pool: commits must come one after the other, and a pool's thread that is
+            # chosen anew for each would cost a hand-over for every batch. A daemon, because a call that hangs in the
+            # database must not keep the process from ending (law 4); `aclose` is how it ends otherwise.
             self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
             self._thread.start()
 
@@ -184,13 +187,17 @@ class JournalWriter:
         """Make a write. Raises DiskFull at once where there is no space for it."""
         write = self._post(call, trio.lowlevel.current_task(), shared=shared)
         if write.result is None:
-
+            # The task is parked by hand instead of on a `trio.Event` for each write: hundreds of tasks wait at once,
+            # and an event is an object, a set and a wake-up of its own for each. Cancellation succeeds at once and only
+            # forgets the task.
             def leave(_: object) -> trio.lowlevel.Abort:
                 write.task = None
                 return trio.lowlevel.Abort.SUCCEEDED
 
             await trio.lowlevel.wait_task_rescheduled(leave)
         else:
+            # Also without a thread each write is a checkpoint, so that a simulation in virtual time has the same
+            # schedule points as a run.
             await trio.lowlevel.checkpoint()
         assert write.result is not None
         if write.result.error is not None:
@@ -212,10 +219,15 @@ class JournalWriter:
         while goes_on:
             queued = [self._queue.get()]
             with suppress(Empty):
+                # Whatever is queued now, without waiting for more: a batch is as large as the last commit was slow. A
+                # timer that collects writes would add its delay to every turn of a run with few episodes.
                 while len(queued) < _TOGETHER:
                     queued.append(self._queue.get_nowait())
             writes = [write for write in queued if write is not None]
             goes_on = len(writes) == len(queued)
+            # Two transactions where a database lets journals of several processes go on at once: one write that needs
+            # the store for itself would make all the journal entries beside it wait for the other processes. The
+            # journal goes first, since episodes wait for it.
             for shared in (True, False):
                 if alike := [write for write in writes if write.shared is shared]:
                     self._make(alike, shared)

@@ -15,5 +15,7 @@ from agentrl.store.run_values import LEARNER
 
 def check_lead(db: Database) -> None:
     """Raise LeaseLost if this handle was the learner's, and another's is by now. Inside a transaction."""
+    # Inside the caller's transaction, or the check would be worth nothing: another learner could begin between it and
+    # the write.
     if db.leads is not None and db.leads != LEARNER.within(db):
         raise LeaseLost(f"{db.path}: another learner has begun since, so this one ends and leaves it the run")

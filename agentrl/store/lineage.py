@@ -57,6 +57,10 @@ class Lineage(StorePart):
             if self._db.row("SELECT 1 FROM versions WHERE version = ?", (number,)) is None:
                 raise StoreError(f"checkpoint of step {step}: weight version {number} was never minted")
             self._db.execute(
+                # The row comes after the files are synced. In the other order a crash in between would leave a
+                # checkpoint to go back to that has no files, and groups marked as trained by weights that are gone. In
+                # this order it leaves a folder without a row, which the next start either takes in (`recovery`) or
+                # removes.
                 "INSERT INTO checkpoints (step, version, path, attempt, saved_s) VALUES (?, ?, ?, ?, ?)",
                 (step, number, str(path), _attempt(self._db), self._db.clock()),
             )
@@ -101,6 +105,7 @@ class Lineage(StorePart):
         with self._db.write(durable=True):
             check_lead(self._db)
             checkpoint = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
+            # Step 0 needs no checkpoint: it is the model that the run file names.
             if step != 0 and checkpoint is None:
                 raise StoreError(f"cannot roll back to step {step}: it has no checkpoint")
             attempt = _attempt(self._db) + 1
@@ -125,6 +130,7 @@ class Lineage(StorePart):
                 (step,),
             )
             self._undo_evaluations(step, attempt)
+            # Last, since it counts the groups that the lines above have put back.
             if ahead is not None:
                 self._hold_back(too_early(self._db, step, ahead))
         return attempt
@@ -192,6 +198,8 @@ class Lineage(StorePart):
                 " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))",
                 (oldest,),
             )
+            # Which groups are kept as a sample depends on their id alone. A draw at each call would, call by call, drop
+            # every one of them.
             dropped = [id for (id,) in rows if _share(id) >= keep_sample and not self._late_after(id, oldest)]
         for first in range(0, len(dropped), _RETAIN_BATCH):
             batch = dropped[first : first + _RETAIN_BATCH]
@@ -215,6 +223,9 @@ class Lineage(StorePart):
         """This handle is the learner's from now on: the next call by which an earlier learner's handle would change
         steps, versions or checkpoints raises LeaseLost."""
         with self._db.write(durable=True):
+            # A number that only rises, not a lease with a clock: the learner that claimed last is the learner, and an
+            # earlier one learns it at its next write. Nothing has to be renewed during a step that takes minutes.
+            # `tests/store/test_postgres_faults.py` brings a learner back from a partition.
             self._db.leads = LEARNER.within(self._db) + 1
             self._db.execute(SET_META, (LEARNER.key, LEARNER.text(self._db.leads)))
 

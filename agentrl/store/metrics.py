@@ -150,6 +150,8 @@ class Metrics(StorePart):
         the newest half, the first quarter, and others evenly spread between these. Also those of steps that are `reach`
         or less away from a step in `near`."""
         with self._db.read():
+            # The ids first, which an index has, then the values of the chosen ones: the JSON of a hundred thousand
+            # steps takes gigabytes, and a look at a long run must not cost more than one at a short one.
             step_rows = self._db.rows(
                 "SELECT id, step FROM metrics WHERE kind = ? AND undone_attempt IS NULL ORDER BY step, id", (kind,)
             )
@@ -270,6 +272,9 @@ class Metrics(StorePart):
         else does: neither metrics nor expired episodes. Constant time."""
         with self._db.read():
             row = self._db.row(
+                # Highest numbers and sums of counters, never counts of rows: this is asked every second for as long as
+                # the run lives. Expired episodes are left out on purpose. They end by a deadline, so a run in which
+                # nothing works any more would seem to move by giving up (law 4).
                 "SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(turn_id) FROM steps),"
                 " (SELECT MAX(version) FROM versions),"
                 " (SELECT SUM(n) FROM ending_counts WHERE stop_reason <> 'expired'), (SELECT SUM(n) FROM score_counts)"
@@ -392,6 +397,8 @@ class Metrics(StorePart):
                 if is_late and judged:
                     late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
             advantage = self._advantages({episode.group_id for episode in episodes}, late, returns)
+        # The quartiles are those of all episodes, also for the side that was trained. With borders of its own, a side
+        # from which every long episode was dropped would show four even quarters and no bias.
         cuts = _quantiles([float(episode.tokens) for episode in episodes])
         borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
         return TrainingBias(

@@ -46,12 +46,16 @@ class PlayedGroups(StorePart):
             sampled = {
                 span.version for member in members for turn in member.turns if turn.learns for span in turn.spans
             }
+            # Frozen roles are left out: their versions are numbers of another model's engines, which this run never
+            # minted.
             for version in sampled:
                 self._versions.step_of(version)  # raises
             now, current = self._db.clock(), latest_confirmed(self._db)
             group = create_group(self._db, task, len(members), TRAIN, 0 if current is None else current.step)
             self._db.execute("UPDATE groups SET state = 'running' WHERE id = ?", (group,))
             ids = self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group,))
+            # Two passes: all turns are written before any member ends. The last end closes the group, and its record is
+            # made of the turns of all members.
             for (episode_id,), member in zip(ids, members, strict=True):
                 self._write(episode_id, member)
             for (episode_id,), member in zip(ids, members, strict=True):  # the last one closes the group

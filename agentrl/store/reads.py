@@ -100,6 +100,8 @@ class Shown:
         return with_images(messages, self._of)
 
     def _of(self, digest: str) -> bytes:
+        # Read once and shared: every turn after it shows the image again, and the members of a group begin with the
+        # same ones.
         if digest not in self._data:
             self._data[digest] = load_image(self._db, digest)
         return self._data[digest]
@@ -129,6 +131,8 @@ class Readers(StorePart):
         """Every episode of a purpose, group by group. Groups that end meanwhile are seen as they stand when reached."""
         with self._db.read():
             ids = [id for (id,) in self._db.rows("SELECT id FROM groups WHERE purpose = ? ORDER BY id", (purpose,))]
+        # A transaction for each group. One for all would hold back SQLite's checkpoint of its log for as long as the
+        # caller takes over each group, which may be a judge's call over the network.
         for group_id in ids:
             with self._db.read():
                 group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
@@ -155,6 +159,8 @@ class Readers(StorePart):
             rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
                 " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
+                # `|| ''` keeps the index by purpose and state out of it: that index would give all groups of the run
+                # and sort them, while the primary key gives those above `after` in their order.
                 " WHERE g.purpose || '' = ?1 AND g.fork_turn IS NULL AND g.id > ?2 AND g.id < COALESCE("
                 "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
                 " GROUP BY g.id ORDER BY g.id",

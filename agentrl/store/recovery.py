@@ -46,6 +46,8 @@ class Recovery(StorePart):
         row, is noted as lost, and its id is not used again. If no checkpoint is left of some steps that the store has
         not seen, they may have trained any group or late member that is not in the lineage: those are dropped."""
         with self._db.read():
+            # Almost every start repairs nothing, and then nothing is written: a start that changed rows could not be
+            # told from one that had lost some.
             if not self._unknown(saved) and not self._gap(saved):
                 return 0
         with self._db.write(durable=True):
@@ -54,6 +56,10 @@ class Recovery(StorePart):
                 self._believe(episode_id, step, max_lag)
             if self._gap(saved):
                 self._give_up()
+            # Numbers of lost rows must not be given out again. A checkpoint names episodes by number, and an engine
+            # tags tokens with a version: a new row under an old number would be taken for trained, or its tokens for
+            # those of other weights. How many rows were lost nobody knows, so a thousand are skipped; a store has room
+            # for 2^63.
             self._db.upkeep.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
             self._db.upkeep.skip_numbers("groups", 0, _SPARE)
             self._db.upkeep.skip_numbers("versions", 0, _SPARE)
@@ -83,6 +89,9 @@ class Recovery(StorePart):
         return bool(saved) and row is not None and row[0] < saved[0].previous_step
 
     def _give_up(self) -> None:
+        # Everything that might have been trained in steps of which no list is left is given up. That may drop episodes
+        # that were never trained. The other mistake, to train one twice, is the one that law 2 forbids, and a dropped
+        # one is counted.
         for (group_id,) in self._db.rows(
             "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running', 'scored')",
             (TRAIN,),
@@ -100,6 +109,9 @@ class Recovery(StorePart):
         group_id, state, stop_reason, outcome, late, dropped = row or (0, None, None, None, 0, None)
         taken = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
         closed = state in taken or (state == GroupState.EXPIRED and late)
+        # The row of the episode is still there in full, and only its place in the lineage was lost: it can be written
+        # as the take would have written it. Anything less is noted as lost. To rebuild a row from the checkpoint's list
+        # would invent rewards and tokens that nobody has any more.
         if closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
             self._db.execute(
                 f"INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",

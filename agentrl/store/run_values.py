@@ -60,6 +60,8 @@ class Value(Generic[_T]):
         return self._write(value)
 
     def _value(self, text: str | None) -> _T:
+        # A copy: lists and dicts are values too, and a caller that appends to one would change what is unset for
+        # everybody.
         return self._read(text) if text else copy(self.unset)
 
 

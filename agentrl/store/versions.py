@@ -33,6 +33,9 @@ class Versions(StorePart):
     def mint_version(self, step: int, path: str | Path | None = None) -> WeightVersion:
         """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
         the disk: an engine elsewhere may still serve it after a loss of power."""
+        # Durable, although it is one row that a restart could mint again: it would mint the same number for other
+        # weights, and an engine that outlived the loss of power would serve the old ones under it (law 1).
+        # AUTOINCREMENT alone remembers only what reached the disk.
         with self._db.write(durable=True):
             check_lead(self._db)
             number = self._db.insert(
@@ -48,6 +51,8 @@ class Versions(StorePart):
         with self._db.write():
             check_lead(self._db)
             cursor = self._db.execute(
+                # The first engine counts: from then on tokens of this version may come, and admission must reckon with
+                # its step. Later engines confirm too and change nothing.
                 "UPDATE versions SET confirmed_s = COALESCE(confirmed_s, ?) WHERE version = ?",
                 (self._db.clock(), number),
             )
@@ -109,6 +114,8 @@ class Versions(StorePart):
     def version_at(self, step: int) -> WeightVersion | None:
         """The latest version of a step that no rollback undid; None if there is none."""
         with self._db.read():
+            # A step may have several versions: a resumed run sends the weights that it went back to under a new number,
+            # so that engines which serve an undone version take them.
             row = self._db.row("SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,))
         return None if row is None or row[0] is None else WeightVersion(version=row[0], step=step)
 

@@ -41,6 +41,14 @@ RUN_OVER = "run_over"
 
 _RETURNS = Returns()
 
+# How many running episodes a step at the lag bound should wait for (law 5). ?1 is the step of the weights whose tokens
+# no later step trains, ?2 the quorum.
+#
+# Two kinds of waiting pay. A group that is too small to close, although a member of it has ended with tokens that go
+# stale now: when one more member ends, the group closes and the step takes it. And an episode that samples nothing,
+# since its environment or a reward source has yet to answer: its tokens only grow older. An episode that samples is not
+# waited for. Its next tokens are young, so a later step trains some of it, and to wait for it would make each step as
+# slow as the slowest episode. `tests/store/test_at_bound.py` has a case for each branch.
 _WAITED_FOR = f"""
 SELECT COUNT(*) FROM groups g JOIN episodes e ON e.group_id = g.id
 WHERE g.id IN {OPEN} AND g.purpose = '{TRAIN}' AND g.started_step <= ?1 AND e.state IN ('waiting', 'running') AND (
@@ -111,6 +119,8 @@ class GroupBuffer(StorePart):
 
     def __init__(self, db: Database) -> None:
         super().__init__(db)
+        # Both are caches of rows that cannot change under their key. A learner that waits looks at every closed group
+        # many times a second, and most looks would unpack the same records as the look before.
         self._strengths: dict[tuple[int, Returns], tuple[float, bool]] = {}  # closed groups: their records never change
         self._scored_s: dict[tuple[int, int], list[float]] = {}  # of running groups, by id and number of scored members
 
@@ -240,6 +250,9 @@ class GroupBuffer(StorePart):
         waits as long, and expires. An evaluation group closes then with the members that have ended. A member that
         expires ends with `StopReason.EXPIRED`; its worker gets LeaseLost at its next journal call."""
         with self._db.read():
+            # Looked at twice: the supervisor asks every moment, and most often nothing is due, so it must not take the
+            # write lock that all episodes journal under. What is due is computed again under the lock, as a member may
+            # just have ended.
             if not any(self._due(now, group_deadline_s, close_policy)):
                 return Expired()
         with self._db.write():
@@ -269,6 +282,7 @@ class GroupBuffer(StorePart):
         # can be trained. Which of its tokens are too old is for the learner to say, token by token: an episode that
         # went on over three versions keeps its young turns (`agentrl.learner.data.lag_bound`).
         columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
+        # Three queries sent together: of a server they cost one answer to wait for, at every look of a waiting learner.
         ((later,),), buffered, late = self._db.all_rows(
             ("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,)),
             (
@@ -283,6 +297,8 @@ class GroupBuffer(StorePart):
                 (),
             ),
         )
+        # A learner that forgot to roll back after a crash would train a step that has been trained already. It is
+        # refused here and not in the caller, so that a loop of a user's own cannot get it wrong (law 2).
         if later is not None:
             raise StoreError(f"step {step}: members were taken for step {later} already: roll back first")
 
@@ -318,6 +334,7 @@ class GroupBuffer(StorePart):
     def _weigh(self, groups: Iterable[int], returns: Returns) -> None:
         """Keep the strengths of these groups, and whether they have no signal: of those that are new, from their
         records."""
+        # Replaced as a whole, so that groups which were taken leave the cache by themselves.
         previous = self._strengths
         self._strengths = {(id, returns): previous.get((id, returns), (1.0, False)) for id in groups}
         new = [id for id in groups if (id, returns) not in previous]
@@ -395,6 +412,8 @@ class GroupBuffer(StorePart):
             "SELECT id, n_scored FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
             (policy.at_least,),
         )
+        # Keyed by the number of scored members: the times of a group are read again only after another end. A group
+        # that waits out `quorum_after_s` would otherwise be read at every tick.
         self._scored_s = {(id, n): self._scored_s.get((id, n)) or _ends(self._db, id) for id, n in closable}
         closed |= {id for (id, _), ended in self._scored_s.items() if policy.closes(ended, now)}
         late = self._db.rows(
@@ -416,6 +435,8 @@ class GroupBuffer(StorePart):
                 "UPDATE groups SET state = ?, reason = ?, closed_s = ? WHERE id = ? AND purpose = ?",
                 (GroupState.EXPIRED, reason, now, group_id, TRAIN),
             )
+            # The update matches training groups only. An evaluation never expires: it reports the members that ended,
+            # since a measurement with a hole is worth more than none.
             if expired.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
 

@@ -58,6 +58,8 @@ class Quorum:
         return self.k
 
     def closes(self, scored_s: Sequence[float], now: float) -> bool:
+        # Counted from the k-th end, not from the last one: counted from the last, each further member would start the
+        # wait again, and a steady trickle of ends would keep a group open for as long as its slowest member runs.
         return len(scored_s) >= self.k and now - scored_s[self.k - 1] >= self.after_s
 
 
@@ -83,6 +85,9 @@ class Patience:
     def worked(self, busy_s: float) -> None:
         """The learner has worked for `busy_s` seconds."""
         if self.left_s < math.inf:
+            # Patience is earned by work, as a share of it, because no fixed number of seconds fits: ten seconds are
+            # nothing for a learner whose step takes minutes, and ten steps for a tiny one. So waiting costs at most
+            # that share of the run's speed, whatever the model (law 6 with its exception at the bound of law 5).
             self.left_s += self._wait * busy_s
 
     def holds(self, waits: bool, now: float) -> bool:
@@ -92,6 +97,8 @@ class Patience:
             self._since_s = now
         if waits and now < self.ends_s:
             return True
+        # The budget is paid when a wait ends, and at most what was left of it: a clock that was looked at late must not
+        # leave a debt that forbids the next wait.
         if self._since_s is not None:
             held_s = min(now - self._since_s, self.left_s)
             self.left_s, self.held_s, self._since_s = self.left_s - held_s, self.held_s + held_s, None

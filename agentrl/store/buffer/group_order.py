@@ -105,8 +105,18 @@ class Prioritised:
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
         if len(ready) < n:
             return []
+        # Why systematic sampling and not `random.choices` with weights: that draws with replacement, and a group may
+        # enter the loss once (law 2). Draws one after the other without replacement have inclusion probabilities
+        # without a closed form, so the weights below could not be exact. Here marks lie at distance 1 on a line on
+        # which each group covers a stretch of its probability: exactly n marks, and each group is hit with exactly its
+        # probability.
         chance = inclusion(self._sizes(ready), n)
+        # Seeded by the step: a learner that crashed after its choice and chooses again takes the same groups, and
+        # `agentrl retrain` repeats the step. A generator that lives across steps would have to be a part of every
+        # checkpoint.
         draw = random.Random(f"{self.seed}/{step}")
+        # In a random order, or neighbours in the order of admission could hardly ever be taken together: their
+        # stretches lie side by side, and the marks are a whole unit apart.
         mixed = draw.sample(range(len(ready)), len(ready))
         picks: list[Pick] = []
         distance, mark = (
@@ -129,6 +139,9 @@ class Prioritised:
 
 def inclusion(sizes: Sequence[float], n: int) -> list[float]:
     """The probability of each of several things, of which `n` are drawn in proportion to their sizes; none above 1."""
+    # A group may be so strong that its share of n exceeds 1. It is taken for certain, and the rest is divided anew
+    # among the others; that may lift another one over 1, hence the loop. To cut at 1 without dividing anew would make
+    # the probabilities sum to less than n, and the correction biased.
     certain: set[int] = set()
     while True:
         rest = sum(size for place, size in enumerate(sizes) if place not in certain)
@@ -176,6 +189,8 @@ def to_close(offer: Offered, n: int, least: int | None) -> frozenset[int]:
 def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:
     """`n` groups that `order` chooses, after the oldest silent ones were skipped, of which a step skips `skip_at_most`.
     None if there is nothing to do for the step, not even to drop what is stale."""
+    # What was skipped before counts, as the store has it: a learner that waits asks many times for one step, and may
+    # crash in between. Without the count a run whose rewards have all become equal would skip for ever and never end.
     allowed_skips = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
     skips = frozenset(sorted(offer.silent)[:allowed_skips])
     ready = [group for group in offer.ready if group.group_id not in skips]

@@ -62,6 +62,9 @@ class TrainedSteps(StorePart):
     def _left_out(self, step: int) -> list[tuple[int, int]]:
         """(episode, group) of the members that left with a step, untrained: too old, or not scored. A late one that is
         not scored leaves with its group, or with the first step after its end."""
+        # A member that is not scored has no row in the lineage and no `taken_step`: no step trained it. Which step it
+        # left with follows from the times alone. A column for it would be written at each take, for a question that
+        # only a repeated step has.
         ((before_s, taken_s),) = self._db.rows(  # when the step before took its members, and when this one did
             "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
             " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",

@@ -42,6 +42,8 @@ class BatchedCall(ABC):
 def make_each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
     """Make the calls and return their results in order. Raises the error of a call that is made alone."""
     results = dict[int, Result]()
+    # The sort is stable, so writes of one episode keep their order: the entries of its journal are all `first`, and it
+    # awaits every other kind of call. Brought together they become one run of one kind, and few statements.
     order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first))
     for kind, group in groupby(order, key=lambda at: _kind(calls[at])):
         places = list(group)
@@ -73,6 +75,8 @@ def make_together(transactions: Transactions, calls: Sequence[Callable[[], Any]]
                 transactions.commit_batch()
             return results
         finally:
+            # Also after a commit, when there is nothing to roll back: an error between two calls must never leave a
+            # transaction open, as its write lock would stop every process of the run.
             transactions.batch = None
             transactions.driver.roll_back()
 
@@ -110,5 +114,8 @@ def _alone(transactions: Transactions, batch: Batch, call: Callable[[], Any]) ->
 
 def _raise_if_undone(transactions: Transactions, batch: Batch, error: Exception) -> None:
     """Raise an error with which the database undid the whole transaction: what earlier calls wrote is gone as well."""
+    # SQLite may end a transaction by itself, for a full disk or an error of the device among others (see "Response To
+    # Errors Within A Transaction" in its documentation). Then writes of earlier calls are gone although those calls
+    # returned: nobody may be told that theirs was kept (law 2).
     if batch.begun and not transactions.driver.in_transaction:
         raise error

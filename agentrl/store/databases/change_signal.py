@@ -16,10 +16,17 @@ Role = Literal["rollout", "learner", "control", "reward"]
 """The role of a process that waits: a worker for episodes, the learner for members, admission for room, a reward source
 for turns."""
 
+# SQLite has no notification between processes, and a change of the file's size or time shows a commit neither always
+# nor at once. Its counter of commits is exact and costs microseconds to read, so it is polled: a millisecond after
+# something changed, since changes come in bursts, and ever more seldom down to fifty times a second.
 _LEAST_S, _MOST_S = 0.001, 0.02
 _GROWTH = 1.5
 _WAKES_S = 0.25  # where a descriptor signals writes
 
+# A mark is what a role waits for, in one row that costs no table scan: sums over the tables of counts, and look-ups
+# with a limit. It may change without there being work, and then somebody looks in vain. It must never stay the same
+# when there is work, since that is a process asleep beside it: `tests/store/test_signal.py` has a case for each reason
+# to wake.
 _PHASE = f"(SELECT value FROM meta WHERE key = '{PHASE.key}')"
 _ENDED = "(SELECT TOTAL(n) FROM ending_counts)"
 _NEWEST = "(SELECT MAX(version) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL)"
@@ -66,6 +73,8 @@ class Signal:
         if changed and self._mark_of is not None:
             before, self._mark = self._mark, self._watch.row(self._mark_of)
             changed = before != self._mark
+        # A commit that leaves the mark as it was does not shorten the pause. A hundred episodes commit all the time,
+        # and a learner that waits would otherwise ask a thousand times a second for a step's worth of ends.
         self._pause_s = _LEAST_S if changed else min(_MOST_S, self._pause_s * _GROWTH)
         return changed
 

@@ -66,6 +66,9 @@ class Database:
 
     def close(self) -> None:
         """Close the connection. One on which a thread waits for a silent server ends with the process."""
+        # A thread that hangs in a call to a silent server holds the lock. Closing waits for it briefly and then leaves
+        # the connection to the end of the process, which follows: a process must end although the network does not
+        # answer.
         if self._transactions.lock.acquire(self.driver.close_s):
             self.driver.close()
             self._transactions.lock.release()
@@ -101,6 +104,8 @@ class Database:
             except StoreAway as error:
                 return self.outlast(make_all, error)
         except Exception as error:  # all that wait for a call have to hear of it
+            # A copy for each: several tasks that raise one exception object would add their frames to one traceback,
+            # and each would print the stacks of all others.
             return [Result(error=copy(error)) for _ in calls]
 
     def outlast(self, call: Callable[[], _T], error: StoreAway) -> _T:
@@ -115,6 +120,8 @@ class Database:
         print(f"agentrl: {error}; it is waited for, {away_s:g} s at most", file=sys.stderr, flush=True)
         self.waiting.for_database += 1
         try:
+            # `away_s` is read anew at each turn: a process that is asked to end lowers it (`hurry`), also for a call
+            # that is already waiting.
             while time.monotonic() - began < self.waiting.away_s:
                 time.sleep(PAUSE_S)
                 try:
@@ -125,6 +132,8 @@ class Database:
             self.waiting.for_database -= 1
         waited = f"it was waited for, {self.waiting.away_s:g} s (cluster.store_deadline_s)"
         given_up = StoreAway(f"{error}; {waited}; go on with agentrl train --resume {self.path.parent}")
+        # A call inside another retried call raises this error through both. Without the mark the outer one would begin
+        # to wait for another `away_s`, and the deadline of law 4 would double with each level.
         given_up.given_up = True
         raise given_up from error
 

@@ -45,6 +45,8 @@ def refuse_copy(address: Path) -> None:
     try:
         first = Path(address.with_name(NOTE).read_text(encoding="utf-8").strip())
         other = first / address.name
+        # The same file by two paths is no copy (a symbolic link, a mount of another name), nor is an address that was
+        # given a new store since. Paths alone would refuse both.
         copied = not other.samefile(address) and other.read_bytes() == address.read_bytes()
     except (OSError, ValueError):
         return
@@ -70,6 +72,7 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
         raise UsageError(f"{path} names a run's store already: resume it, or choose another folder")
     address = Address.of(url, path.parent)
     db = open_database(path, address, clock)
+    # After the database has answered: a wrong URL leaves no file behind that would make the folder look like a run.
     address.write(path)
     note_folder(path)
     return db
@@ -130,6 +133,8 @@ def remove(path: Path) -> None:
     if path.suffix != SUFFIX:
         return
     with supervising(path):
+        # Under the lock of a supervisor, and the note first. If this dies before the tables are dropped, the address
+        # file is still there and the command can be given again.
         forget_folder(path)
         from agentrl.store.databases.postgres.address import Address
         from agentrl.store.databases.postgres.postgres import drop_schema

@@ -63,7 +63,15 @@ class SQLite(Driver):
         if not create and path.stat().st_size < _HEADER_BYTES and Path(f"{path}-wal").exists():
             raise damaged(path, ValueError("the file is empty"))  # SQLite would begin it anew, and wait for its users
         try:
+            # `isolation_level=None`, or the module begins transactions by itself, and those are deferred: two processes
+            # that read first and write then would each wait for the other's read to end, and SQLite fails one of them
+            # at once, whatever the timeout. Threads take turns by the lock of `Transactions`, so the module's check is
+            # off.
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            # With a write-ahead log, NORMAL loses commits only to a loss of power, never to a killed process, and saves
+            # a sync for each of a run's many commits. What must not be lost even then asks for `durable` (a take, a
+            # checkpoint, a version), and `recovery` repairs the rest. `tests/store/test_power_loss.py` cuts the power
+            # after each write.
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute(f"PRAGMA busy_timeout = {_MOMENT_MS}")
@@ -83,9 +91,13 @@ class SQLite(Driver):
         self.connection.execute("BEGIN")
 
     def begin_write(self, *, durable: bool, shared: bool) -> None:
+        # Before BEGIN, as SQLite ignores this setting inside a transaction. Kept until it differs: most writes come in
+        # rows of the same kind.
         if durable != self._waits_for_disk:
             self.connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._waits_for_disk = durable
+        # IMMEDIATE takes the write lock now. A deferred transaction would take it at its first write, perhaps behind a
+        # state that somebody else has changed since it read it, and SQLite then refuses it.
         self.connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
@@ -110,6 +122,7 @@ class SQLite(Driver):
         return number
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
+        # Safe without a sequence: the caller holds the only write lock of the file until these numbers are in it.
         ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
         return range(last + 1, last + 1 + n)
 
@@ -141,12 +154,16 @@ class SQLiteUpkeep(Upkeep):
         self._connection.execute("PRAGMA journal_mode = WAL")
 
     def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        # The table has no unique key, so there is no upsert; and a store without any episode yet has no row for it.
         row = self._driver.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
         self._driver.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
         highest = 0 if row is None else row[0]
         self._driver.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(highest, beyond) + n))
 
     def faults(self) -> list[str]:
+        # `integrity_check` compares every index with its table besides, and takes several times as long. Bytes that a
+        # disk changed show here: in the pages' structure, in the types of a STRICT table, and in the blobs by their own
+        # checksums when they are read.
         messages = [str(message) for (message,) in self._driver.rows("PRAGMA quick_check") if message != "ok"]
         return [" ".join(message.split()) for message in messages]
 

@@ -97,11 +97,15 @@ class Transactions:
         batch = self.batch
         if batch is None:
             return self._alone(durable=durable, shared=shared)
+        # Refused rather than obeyed: the others of the batch would wait for the disk too, or this one would return
+        # before its promise holds. No caller needs both, so a mixture is a mistake.
         if durable:
             raise StoreError(f"{self.driver.path}: a write that waits for the disk has a transaction of its own")
         if batch.shared and not shared:
             raise StoreError(f"{self.driver.path}: a write that needs the store for itself came among others")
         if not self.driver.in_transaction:
+            # The transaction begins with the first write and not with the batch: a batch may hold only calls that look
+            # and find nothing to do, such as the claim of an idle worker.
             batch.begun = True
             self._begin(durable=False, shared=batch.shared)
         return self._savepoint() if batch.savepoints else None
@@ -132,6 +136,8 @@ class Transactions:
     def _savepoint(self) -> Generator[None]:
         """A savepoint: if the block fails, its writes alone are undone."""
         driver = self.driver
+        # On a server, statements that were sent before are still unanswered. Waiting here puts their errors on the call
+        # that sent them; otherwise one would surface inside this savepoint and undo the wrong call.
         driver.before_savepoint()
         try:
             driver.execute("SAVEPOINT one")
@@ -153,6 +159,9 @@ class Transactions:
                     return
                 except self.driver.errors as error:
                     why = self.driver.named(error)
+                    # Many short tries instead of the database's own long timeout: the bound may shrink while it waits
+                    # (`hurry`), a signal is handled between two tries, and the flag that says "waits for a lock" is
+                    # true for exactly as long as it does.
                     if not isinstance(why, StoreBusy) or time.monotonic() - began >= waiting.lock_s:
                         raise why from error
         finally:
@@ -199,6 +208,8 @@ class Turn:
     """A lock that its thread may take again, and that knows whether the asking thread has it."""
 
     def __init__(self) -> None:
+        # Python's RLock does not say who owns it. The thread's number is read by other threads without the lock, which
+        # is sound: a thread can only ever find its own number there if it wrote it itself.
         self._lock, self._depth, self._thread = threading.RLock(), 0, 0
 
     def acquire(self, timeout_s: float = -1) -> bool:

@@ -58,6 +58,8 @@ def note_failure(db: Database, episode_id: int, cause: StopReason, detail: str, 
     )
     assert alive is not None
     started_s, turned_s = alive
+    # The last sign of life, not the time of the failure: a hundred requests to one engine that hangs time out over
+    # minutes, each by its own deadline. All of them were last heard of before the outage began, and so belong to it.
     alive_s = max(now if started_s is None else started_s, turned_s or 0.0)
     if latest is not None and (alive_s < latest[1] or (well and now - latest[1] < OUTAGE_S)):
         db.execute(add, (latest[0],))
@@ -93,6 +95,9 @@ SELECT e.id, e.state, e.fence, e.group_id, g.state IN ('waiting', 'running'),
     {", ".join(f"(SELECT 1 FROM {table} k WHERE k.episode_id = e.id LIMIT 1)" for table in _KEPT)}
 FROM json_each(?) i CROSS JOIN episodes e ON e.id = CAST(i.value AS BIGINT) CROSS JOIN groups g ON g.id = e.group_id
 """
+# One statement with sub-selects instead of a read and a write: on a server each answer that has to be waited for is
+# time under the lock of the whole run. `newest_step` looks at turns that learn alone, since a frozen opponent's
+# versions say nothing about staleness.
 _END = (
     "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, outcome = ?, success = ?,"
     " outcomes = ?, detail = ?, (n_turns, n_tokens) = (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0) FROM turns t"
@@ -263,7 +268,11 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
 def _end(db: Database, episode_id: int, state: str, ending: Ending, now: float, kept: Iterable[str]) -> None:
     """Write an ending, with the length of the episode and the step of its newest token, and drop its rows in `kept`."""
     db.execute(_END, (state, ending.stop_reason, now, *ending.said, episode_id))
+    # Only tables that hold a row of the episode, which the look before knows. Five deletes for each ending would mostly
+    # delete nothing, and on a server each is a statement.
     for table in kept:
         db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+    # In the transaction of the ending: counted before, a crash in between counts a failure that did not happen; counted
+    # after, one that is never counted keeps a broken run alive.
     if ending.stop_reason in FAILURES:
         note_failure(db, episode_id, ending.stop_reason, ending.detail, now)

@@ -222,6 +222,8 @@ class EpisodeWrite(BatchedCall):
         for place, entry in enumerate(calls):
             try:
                 entry.pack()
+            # StoreAway is a StoreError too, and means the opposite: not that this entry is wrong, but that nothing can
+            # be known. It goes up, and all entries are made again when the database answers.
             except StoreAway:
                 raise
             except StoreError as error:
@@ -233,6 +235,8 @@ class EpisodeWrite(BatchedCall):
         with db.write(shared=True):
             looked = db.execute(_LOOK, (json.dumps(sorted({entry.episode_id for _, entry in packed})),))
             turns = sum(entry.numbers for _, entry in packed)
+            # Numbers for all turns at once, also for entries that will be refused: the numbers have gaps then, which
+            # nobody minds, and a server is asked once.
             numbers = iter(db.numbers("turns", turns) if turns else ())
             rows_by_episode = {id: row for id, *row in looked}
             standings, rows = dict[int, Standing](), TurnRows()
@@ -284,6 +288,8 @@ class TurnEntry(EpisodeWrite):
 
     def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         turn, episode_id = self._turn, self.episode_id
+        # The chain of turns is checked where it is written and not where it is read: a gap that gets into the store is
+        # a lost token (law 1), and no reader could say which.
         if turn.index != stands.last + 1:
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {stands.last}")
         if turn.id and turn.id != (expected_id := turn_id(episode_id, stands.trial, turn.index)):
@@ -294,6 +300,7 @@ class TurnEntry(EpisodeWrite):
         id = next(numbers)
         text, is_scored = self.db.any_text(self._packed.text), stands.asked and turn.learns
         rows.turn(id, episode_id, stands.trial, self._packed, text, asked=is_scored)
+        # Parts of this turn that came in the same batch need never be written: the turn has all their tokens.
         rows.parts.pop(episode_id, None)
         if stands.kept:
             rows.over.append((episode_id,))

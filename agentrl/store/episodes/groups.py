@@ -110,6 +110,9 @@ class Groups(StorePart):
             playable = without(quarantined(self._db), new, skipped) if new else []
             for task in playable:
                 create_group(self._db, task, bounds.group_size, TRAIN, step)
+            # In the transaction that starts the groups. Written before, a crash would skip tasks; written after, it
+            # would play them twice. Tasks that were passed over count as used, or the same ones would be prepared at
+            # every look.
             self._db.execute(SET_META, (NEXT_TASK.key, NEXT_TASK.text(first + len(new))))
         return len(again) + len(playable)
 
@@ -236,6 +239,10 @@ class Groups(StorePart):
         for (id,) in db.rows(
             "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
         ):
+            # Copies, not references to the turns of the origin. Retention may drop the origin's tokens while the fork
+            # still trains; and a reader of turns, of which there are many, needs no rule for episodes that begin in
+            # another one. The copies do not learn (`learns` is 0), so no token is in two losses (law 2):
+            # `tests/store/test_forks.py`.
             copy = db.insert(
                 "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
                 " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
@@ -276,6 +283,8 @@ def load_of(db: Database, bounds: AdmissionBounds) -> Load:
     """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
     member in it. Inside a transaction."""
     counts = count_states(db, TRAIN)
+    # Two counts and not one with `state IN`: each has an index that holds only such episodes, and together they are a
+    # handful of rows in a store of a million.
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
     running = db.row(  # an episode that waits for reward sources has no holder and takes no place
         "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
@@ -309,6 +318,8 @@ def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -
     )
     db.execute_many(
         "INSERT INTO episodes (group_id, member, evaluation) VALUES (?, ?, ?)",
+        # `evaluation` repeats the group's purpose in each member, so that the index of waiting episodes can be ordered
+        # by it: a claim reads the first rows of one index and joins nothing.
         [(group_id, member, int(purpose != TRAIN)) for member in range(size)],
     )
     return group_id
@@ -340,6 +351,8 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
     scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
     scored training group gets its record, in the order in which its members ended, which never changes; open members
     are late from now on."""
+    # All queries of all groups in one go. A hundred episodes may end in one transaction and close a dozen groups, and
+    # nobody else writes until it is over.
     weights, *tables = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
     for place, group_id in enumerate(group_ids):
         ((purpose, size),), ended, turns, scores = tables[4 * place : 4 * place + 4]
@@ -358,6 +371,8 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
             "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
             (state, reason, packed, now, group_id),
         )
+        # From here on the record is fixed and the open members are judged against it. They are not ended: a slow
+        # episode is not a worse one, and to drop it would train short episodes alone (law 5).
         db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
 
 
@@ -377,6 +392,8 @@ def _closing(group_id: int) -> tuple[Query, ...]:
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
     """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
     db.execute(
+        # `+id` is no use of an index to SQLite: it should begin with the few open groups, and not with all groups from
+        # `first` on.
         f"UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN {OPEN}",
         (first, purpose),
     )

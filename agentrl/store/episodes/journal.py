@@ -59,6 +59,8 @@ class Journal(StorePart):
         journaled already."""
         images, place = dict[str, bytes](), f"episode {episode_id}: start"
         packed = pack_messages(without_images(start, images, place), place)
+        # Packed before the transaction begins, and `shared`: it writes rows of this episode alone, under its fence, so
+        # journals of other processes need not wait for it.
         with self._db.write(shared=True):
             (last,) = held(self._db, episode_id, fence, _LAST)
             if last >= 0:
@@ -118,6 +120,8 @@ class Journal(StorePart):
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
             for table in ("unscored", "endings"):
                 self._db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+            # The snapshot is of the trial that is set aside. If it stayed, a second crash would restore the new trial
+            # into the middle of the old one.
             drop_snapshot(self._db, episode_id)
 
     @retried
@@ -166,6 +170,8 @@ class Journal(StorePart):
             )
             again = create_again(self._db, group_id, size, 0 if version is None else version.step)
             self._db.execute(
+                # If the count began anew, a task that kills its worker would be played again for ever: each restart of
+                # its group would make it innocent.
                 "UPDATE episodes SET (deaths, died_at) = (SELECT old.deaths, old.died_at FROM episodes old"
                 " WHERE old.group_id = ? AND old.member = episodes.member) WHERE group_id = ?",
                 (group_id, again),
@@ -211,6 +217,7 @@ class Journal(StorePart):
     def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
         """Write the files of a journaled turn, by path; those written before are replaced. Raises LeaseLost if the
         episode is no longer held under `fence`, StoreError for an unknown turn."""
+        # Compressed before the lock is taken: the files of an agent's work may be megabytes.
         data = pack_files(files)
         with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)

@@ -144,6 +144,8 @@ class Leases(StorePart):
             if not self._claimable(worker, 1, now, ahead, evaluation):
                 return []
         with self._db.write():
+            # The lease is renewed in the transaction that claims. A worker that is stopped between a claim and a
+            # renewal would hold episodes under no lease, and no other worker could see it expire.
             holder = self._renew(worker, now + lease_s)
             return self._claim(holder, self._claimable(worker, limit, now, ahead, evaluation), now)
 
@@ -198,6 +200,10 @@ class Leases(StorePart):
         kinds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))
         rows = self._db.rows(sql, (now, holder, limit, bound, *kinds))
         free = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
+        # Who killed a worker is only known if one suspect was aboard. A first death puts an episode last, with others
+        # like it; from the second on it plays with no other suspect, so that the third death has one possible cause.
+        # Playing each suspect alone from its first death would serialise a run whose workers are killed from outside,
+        # and there nobody is guilty.
         if suspected := [claim for claim in free if claim.suspected]:
             ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays
             together = (
@@ -242,6 +248,8 @@ class Leases(StorePart):
                     turns=turns.get(id, ()),
                     partial=partials.get(id),
                     fork_turn=fork_turn,
+                    # Both: a fork begins with turns although nobody has claimed it before, and an episode whose first
+                    # worker died in its reset is claimed twice without having begun.
                     resumed=fence > 1 and start is not None,
                     started_step=started_step,
                     tools=NO_TOOLS if tools is None else unpack_tools(tools),

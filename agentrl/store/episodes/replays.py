@@ -96,6 +96,8 @@ class ReplayedFailures(StorePart):
         for group_id in asked or ():
             if db.row("SELECT 1 FROM groups WHERE id = ?", (group_id,)) is None:
                 raise UsageError(f"no group {group_id} in {db.path}: agentrl tasks RUN --failed names what failed")
+        # Every failure that is not played again is counted under its reason. A command that replays "12 of 40" and is
+        # silent about the others would send its user looking for a bug (law 8).
         refusals, nothing = Counter[str](), set(asked or ())
         members, late, groups = list[int](), list[int](), list[int]()
         for id, group_id, purpose, state, started_step, fork, task in db.rows(_MEMBERS):

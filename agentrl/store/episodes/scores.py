@@ -98,6 +98,8 @@ class Scores(StorePart):
                 "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
                 " JOIN steps s ON s.turn_id = t.id WHERE u.source = ?"
                 f" AND ({_SETTLED if settled else 'TRUE'}) ORDER BY u.turn_id LIMIT ?",
+                # Filtered here and not in SQL: the ids to skip are those that the source works on now, a few, and a
+                # list of another length would be another statement for the server to prepare.
                 (source, limit + len(left_out)),
             )
         ids = (turn_id(*row) for row in rows)
@@ -123,6 +125,8 @@ class Scores(StorePart):
         and for a value that is not finite or beyond `LARGEST`."""
         if not math.isfinite(value):
             raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
+        # Finite is not enough: the learner computes in float32, where one value of 1e300 is infinite and the advantages
+        # of a whole group become NaN.
         if abs(value) > LARGEST:
             raise StoreError(f"turn {turn}: {source!r} gave {value:g}: give a number within {LARGEST:g} of 0")
         with self._db.write():
@@ -136,6 +140,8 @@ class Scores(StorePart):
                 "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
             )
+            # A source that timed out and tries again gets False and no error: its first call may have arrived. To take
+            # the second value would let a judge that is asked twice choose between two answers.
             if written.rowcount == 0:
                 return False
             if counts:
@@ -154,6 +160,8 @@ class Scores(StorePart):
                 return {}
         expired: dict[str, list[int]] = {}
         with self._db.write():
+            # The query puts `drop` first. An episode may be late with several sources, and one that says "drop" must
+            # not come after another has already ended the episode as scored (law 3).
             for episode_id, source, late, deadline_s in self._late(now):
                 if held_ending(self._db, episode_id) is None:
                     continue  # another source has dropped it

@@ -74,9 +74,14 @@ class Deaths(StorePart):
             self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
             stuck = [episode for episode in aboard if episode.stuck]
             beside = [episode for episode in aboard if episode.in_env and not episode.stuck]
+            # If nothing shows who did it, because no environment was at work and nobody has died here before, all share
+            # the suspicion. Suspecting nobody would let a task that kills its worker between two turns go on for ever.
+            # Those that are innocent are cleared by their next turn.
             blamed = stuck + beside or aboard
             for episode in aboard:
                 deaths = (episode.deaths if episode.stuck else 0) + (episode in blamed)
+                # The furthest turn, not the last: an episode that begins anew each time and dies earlier than before
+                # has not got on.
                 died_at = max(episode.turns, episode.died_at) if deaths else None
                 self._db.execute(
                     "UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, episode.id)
@@ -102,6 +107,8 @@ class Deaths(StorePart):
             )
             self._db.execute("DELETE FROM leases")
             forget_starts(self._db)
+            # The time while nobody ran counts against nobody (law 3): a source could not have scored anything while the
+            # run was down, and a deadline that went on would drop every episode that waited for it.
             self._db.execute("UPDATE endings SET time_s = ?", (self._db.clock(),))
             cursor = self._db.execute(
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder IS NOT NULL"
@@ -162,6 +169,8 @@ class Deaths(StorePart):
             (pack_identity(task), episode_id, reason, now),
         )
         close_if_ended(self._db, group_id, now)
+        # With the culprit known, the others were only passengers. Their siblings by task stay suspects, since they are
+        # about to do the very same thing.
         self._clear(group_id)
 
     def _clear(self, but: int) -> None:

@@ -43,11 +43,15 @@ class Address(NamedTuple):
             parts = conninfo_to_dict(url)
         except psycopg.Error:  # its message may quote a password
             raise UsageError(f"the store's URL is none of PostgreSQL: {_EXAMPLE}") from None
+        # A run's folder is copied, attached to issues and put into images. `tests/store/test_postgres_rights.py` looks
+        # for the password in every file of a run.
         if "password" in parts or "sslpassword" in parts:
             raise UsageError(f"the store's URL holds a password: leave it out, and give it in PGPASSWORD or {_PASSES}")
         if not url.startswith(("postgresql://", "postgres://")) or not parts.get("dbname"):
             raise UsageError(f"store {url!r} names no database: {_EXAMPLE}")
         word = re.sub(r"\W+", "_", run.name.lower(), flags=re.ASCII)[:30].strip("_")
+        # The folder's name alone is not enough: every user of a shared database has a run called `runs/coder`, and a
+        # run that is begun again in an emptied folder must not meet the tables of the first.
         mark = hashlib.sha256(f"{run.absolute()}:{time.time_ns()}:{os.getpid()}".encode()).hexdigest()[:8]
         return cls(url, f"agentrl_{word}_{mark}")
 
@@ -76,8 +80,12 @@ class Address(NamedTuple):
         settings = {
             "search_path": self.schema,
             "lock_timeout": f"{int(1000 * MOMENT_S)}",
+            # Shorter than the client's own deadline (`ANSWER_S`). If the client gave up first, the statement could
+            # still commit after its caller was told that it failed.
             "statement_timeout": f"{int(1000 * _STATEMENT_S)}",
             "idle_in_transaction_session_timeout": f"{int(1000 * SILENT_S)}",
+            # Set for both ends. Linux waits two hours by default before it probes a silent connection; a host that lost
+            # power would hold the run's lock for as long.
             "tcp_keepalives_idle": "5",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",

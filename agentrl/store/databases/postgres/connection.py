@@ -29,6 +29,8 @@ ANSWER_S = 70.0
 (`statement_timeout`), so whoever waits longer waits for a server, or a network, that hangs."""
 
 _PREPARED = 400  # statements that a session keeps prepared
+# Results that nobody reads fill the buffers on the way. Then the server stops reading statements, the client stops
+# sending them, and both wait for each other: PostgreSQL's page on pipeline mode warns of it.
 _UNREAD = 512  # statements whose results may wait unread
 _FAILED = (ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_ABORTED)
 
@@ -42,6 +44,8 @@ class DeadlineConnection(psycopg.Connection[Any]):
         try:
             return super().wait(_bounded(gen, time.monotonic() + ANSWER_S), *arguments, **named)
         except TimeoutError:
+            # The answer may still come, and would be taken for that of the next statement. After a missed deadline the
+            # connection is of no use but to be replaced.
             self.pgconn.finish()
             raise psycopg.OperationalError(f"it has not answered for {ANSWER_S:g} s") from None
 
@@ -118,6 +122,8 @@ class Pipeline:
     def _send(self, sql: bytes, values: Sequence[Any], types: Any, formats: Any) -> Sent:
         name = self._names.get((sql, types))
         sent = Sent(self)
+        # A server keeps each prepared statement until the session ends. Statements whose text varies, with a list of
+        # ids of any length for instance, would fill its memory over a long run.
         if name is None and len(self._names) >= _PREPARED:
             self._wire.send_query_params(sql, values, types, formats)
         else:
@@ -175,6 +181,8 @@ class Pipeline:
                 self._take(results)
             except psycopg.Error as error:
                 first = first or error
+        # After a failed statement the server answers all later ones with "aborted". The first real error is the one to
+        # raise; that a pipeline was aborted was raised already by whoever asked for that result.
         if first is not None and not isinstance(first, errors.PipelineAborted):
             raise first
 
@@ -184,6 +192,8 @@ class Pipeline:
         if result.status not in _FAILED:
             return
         if sent.prepares is not None:
+            # The server did not keep it, for want of a table for example. If the name stayed here, every later use
+            # would fail with "prepared statement does not exist" and hide the first error.
             self._names.pop(sent.prepares, None)
         if result.status == ExecStatus.PIPELINE_ABORTED:
             raise errors.PipelineAborted("a statement before it failed")
@@ -212,6 +222,8 @@ class Notices:
 
     def written(self) -> bool:
         """Whether anybody has committed since the last call; also if that is not known."""
+        # A notification is lost without an error if a proxy drops an idle connection and keeps the socket open. A look
+        # a second bounds what that costs (law 4) and is cheap beside a run's other traffic.
         written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
         if written:
             self._told_s = time.monotonic()
@@ -220,6 +232,8 @@ class Notices:
     def _notified(self) -> bool:
         try:
             if self._connection is None or self._connection.closed:
+                # While the server is away, every look would dial it. "Written" is the safe answer meanwhile: the caller
+                # reads the store, and that call knows how to wait for a server.
                 if time.monotonic() < self._dialled_s + PAUSE_S:
                     return True
                 self._dialled_s = time.monotonic()

@@ -64,6 +64,8 @@ class Partitions:
         ((self._until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         if turn + _AHEAD < self._until:
             return
+        # Looked at again under the lock: two journal writers, which share the store's own lock, may both see that room
+        # runs out. A quarter of a part ahead, so that nobody ever waits for a table to be made.
         self._driver.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
         ((until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         while until <= turn + _AHEAD:
@@ -95,10 +97,15 @@ class Partitions:
         if part is None:
             return  # another process has done it
         (until,) = part
+        # A moment, although waiting longer would succeed more often: in PostgreSQL everybody who comes after a waiting
+        # exclusive lock queues behind it. Ten seconds of patience here would be ten seconds in which no episode can be
+        # read or claimed. Nothing is lost by giving up, the next retention tries again.
         run(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
         run(f"LOCK TABLE {', '.join(f'ONLY {table}' for table in BYTES)} IN ACCESS EXCLUSIVE MODE")
         run(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=until)}")
         ((n_kept,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
+        # Kept turns move into the part before if they fit. Otherwise a run that keeps one turn in a hundred would end
+        # with hundreds of nearly empty tables, and planning a query takes longer with each of them.
         fits = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
         into, rows = self._driver.row(fits, (start, n_kept, until - start)) or (start, 0)
         for table in BYTES:

@@ -107,6 +107,9 @@ class Postgres(Driver):
 
     def begin_read(self) -> None:
         session, begins = self.session, (_BEGIN_READ, *READ) if self.prepared else (_BEGIN_READ,)
+        # The statements below are sent without waiting, so a connection that the server has closed would show only at
+        # the first answer, in the middle of the caller's work. One poll of the socket, without a message, tells
+        # beforehand.
         if not session.is_silent():  # it may have been closed: then a new one is opened
             session.begin("; ".join(begins))
             session.pipeline.enter()
@@ -121,6 +124,10 @@ class Postgres(Driver):
         self.session.pipeline.enter()
         self._written += 1
         if self.prepared:
+            # If the connection is lost during COMMIT, nobody on this side knows whether it happened. To make the write
+            # again could write it twice; to give up could lose it (law 2). So the transaction carries its own number
+            # with it, and a new connection reads whether the number is there: it is, exactly if everything else is.
+            # `tests/store/test_away.py` cuts the connection at that moment.
             self.session.pipeline.send(_NUMBERED, (self._writer, self._written))
 
     def before_savepoint(self) -> None:
@@ -158,6 +165,8 @@ class Postgres(Driver):
         try:
             while self.prepared and (first is None or time.monotonic() - began < self.waiting.away_s):
                 try:
+                    # Under the run's lock: the old session may still be committing on the server. It held the same
+                    # lock, so once this one has it the row says the final word.
                     session.lock()  # so the transaction has ended
                     row = self.row("SELECT number FROM last_writes WHERE writer = ?", (self._writer,))
                     session.roll_back()
@@ -202,12 +211,16 @@ class Postgres(Driver):
         rows, plain = list(rows), plain_insert(sql)
         if plain is not None and plain.table in schema.BYTES and rows:
             self.partitions.room(max(row[0] for row in rows))
+        # A single row as a plain statement: it is prepared already, and an array of one element is longer to pack and
+        # to plan.
         if len(rows) < 2 or plain is None or not self.session.pipeline.entered:
             for row in rows:
                 self.execute(sql, row)
             return
         types = self.catalogue.types(plain.table)
         columns = [types[name] for name in plain.columns] if plain.columns else list(types.values())
+        # Divided by bytes: a parameter has a limit of 1 GB, and the server holds a whole statement in memory, beside
+        # those of all other sessions.
         for few in parted(rows):
             arrays = list(zip(*few, strict=True))
             self.session.pipeline.send_arrays(many(sql, tuple(columns)), columns, arrays)
@@ -240,6 +253,8 @@ class PostgresUpkeep(Upkeep):
         self._postgres, self._session = driver, driver.session
 
     def make_place(self) -> None:
+        # A new connection afterwards: the number of the run's lock is that of the schema, which is read when a
+        # connection begins.
         create = names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(names.Identifier(self._session.schema))
         self._session.connection.execute(create)
         self._session.connection.close()

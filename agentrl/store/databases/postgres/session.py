@@ -89,6 +89,8 @@ class Session:
         how = "_shared" if shared else ""
         asks = f"; SELECT {_NOW}" if _host_s() - self._clock_set_s > _CLOCK_S else ""
         # The number is read after a lost connection was replaced: the new one may have another schema.
+        # The lock belongs to the transaction, not to the session: a process that dies, or an error that nobody
+        # expected, frees it with the transaction. A lock of the session would stay until somebody gives it up by name.
         answer = self.begin("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self.lock_id}){asks}")
         while answer.nextset():
             pass
@@ -97,6 +99,9 @@ class Session:
 
     def begin(self, begin: str, lock: Callable[[], str] | None = None) -> psycopg.Cursor[Any]:
         """Begin a transaction; on a new connection if the old one was lost."""
+        # A lost connection is replaced once, without the caller's knowledge: nothing of a transaction exists yet. A
+        # second failure is not a lost connection but a server that is away, and waiting for that is the business of
+        # `outlast`.
         for first in (True, False):
             try:
                 if self.connection.closed:
@@ -160,6 +165,8 @@ class Session:
         """Whether the connection of a failed statement was lost, also if there is a new one by now. Errors without a
         state are libpq's, which hears no server any more."""
         state = getattr(error, "sqlstate", None) or ""
+        # The exact class: its subclasses have a state and are answers of a server that is there, such as a full disk or
+        # a lock that was not to be had.
         return self.connection.closed or state.startswith(_LOST) or type(error) is psycopg.OperationalError
 
     def away(self, error: Exception) -> StoreAway:
@@ -173,4 +180,6 @@ def one_line(error: Exception) -> str:
 
 def _host_s() -> float:
     """Seconds of a clock of this host that nobody sets, and that goes on while it is suspended."""
+    # Not `time.time`, which NTP and people set, and not `time.monotonic`, which stands still while a laptop sleeps:
+    # after the sleep all leases of other hosts would look young.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -58,6 +58,7 @@ def parted(rows: Sequence[Sequence[Any]]) -> Iterator[Sequence[Sequence[Any]]]:
     yield rows[begin:]
 
 
+# Quoted texts are matched too, and left alone: a question mark inside one is no parameter.
 _PLACE = re.compile(r"\?(\d*)|'[^']*'")
 _HINT = re.compile(r" INDEXED BY \w+")
 _CROSS = re.compile(
@@ -85,6 +86,9 @@ def _in_order(join: re.Match[str]) -> str:
     """A join that begins with its left side, as SQLite's CROSS JOIN does, whatever the planner believes of a new table
     that nobody has counted yet."""
     condition = join["condition"].replace(f"{join['name']}.", "")
+    # `OFFSET 0` changes no row and keeps the planner from pulling the subquery up and choosing the order of the join
+    # itself. A table that was just made has no statistics, and the planner would read all running episodes where a few
+    # leases decide.
     return f"CROSS JOIN LATERAL (SELECT * FROM {join['table']} WHERE {condition} OFFSET 0) {join['name']}"
 
 

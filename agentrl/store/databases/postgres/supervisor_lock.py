@@ -22,6 +22,8 @@ from agentrl.store.databases.postgres.connection import DeadlineConnection
 from agentrl.store.run_values import SUPERVISOR
 
 _LOCK = (schema.APPLICATION_ID ^ 1) << 32  # beside the locks of writers: this, and the schema's number
+# The keepalives of `Address.connect` need 5 s and three probes of 5 s to give a host up: 20 s, and some for the server
+# to end the session.
 _FREED_S = 25.0  # by which the server has noticed that a host is gone
 _LOOK_S = 0.25
 _NAMED = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
@@ -71,6 +73,8 @@ class Supervision:
             self.close()
             return
         now = time.monotonic()
+        # Refused is not yet replaced: after a cut network the server may hold our own old session, with our own lock,
+        # until its keepalives fail. A supervisor that ended at the first refusal would end at every short cut.
         self._refused_at = self._refused_at or now
         if now - self._refused_at > _FREED_S:  # until then it may be our own session of before
             raise RunFailed(f"{self._path.parent}: {self._holder()} supervises this run now, so this one ends")
