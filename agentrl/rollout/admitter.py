@@ -60,6 +60,8 @@ class Admitter:
         """Admit for ever, whenever there may be room, in calls that `aside` makes. On a full disk, try again."""
         work = Waiting(self.store)
         while True:
+            # At most one step's groups a call, again and again while there is room: a start that admits a whole horizon
+            # at once would hold the store's write lock while all workers wait for their first claim.
             while await wait_for_space(lambda: aside(lambda _: self.admit(self.bounds.groups_per_step))):
                 await trio.lowlevel.checkpoint()
             await work("control", _LOOK_S)
@@ -74,6 +76,9 @@ class Admitter:
             room = self.store.groups.admissible(bounds, limit=limit - started)
             end = room.first + room.groups - room.replays
             end = end if self.tasks.size is None else min(end, self.tasks.size)
+            # Tasks are made before the transaction that admits them, since a task source may be the user's own code and
+            # slow. By then the room may be gone or the next task another one; the store notices (`first`), and the loop
+            # looks again.
             tasks = [self.tasks.task(index) for index in range(room.first, end)]
             if not tasks and not room.replays:
                 break
@@ -84,6 +89,8 @@ class Admitter:
             admitted = self.store.groups.admit(
                 tasks, first=room.first, bounds=bounds, limit=limit - started, skipped=skipped
             )
+            # Tasks that were passed over are bounded too: a source of which everything is in quarantine would otherwise
+            # be walked through to its end in one call.
             started, passed = started + admitted, passed + room.groups - admitted
         return started
 
@@ -92,5 +99,7 @@ class Admitter:
             return
         for result in self.store.reads.results(self._seen):
             self._seen = result.id
+            # A group whose members report no success (all failed by infrastructure, for instance) teaches a curriculum
+            # nothing: to count it as 0 would make a broken sandbox look like a task that is too hard (law 3).
             if result.plays:
                 self.tasks.observe(result.task, result.success, plays=result.plays)

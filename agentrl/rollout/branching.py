@@ -108,16 +108,23 @@ class Pivots:
                     self._groups.fork(pivot.episode_id, turn=pivot.turn, k=self._k)
             except UsageError:  # its tokens are gone, or a rule of the user's chose a turn that is none
                 pivot = None
+            # Only after the fork is in the store: on a full disk the call above raises, and the group is still due at
+            # the next try.
             self._due.popleft()
             if pivot is not None:
                 return True
         return False
 
     def _chance(self, group_id: int, what: str) -> random.Random:
+        # A generator of its own for each group and question: the lot of a group does not depend on which groups closed
+        # before it, so a restart draws the same ones. One generator that goes on would draw by the order of ends.
         return random.Random(f"{self._seed}/pivot/{group_id}/{what}")
 
     def _hopeless(self) -> bool:
         """Whether no environment of the latest forks could be brought to its turn: then no more are made."""
+        # A fork that cannot be brought to its turn has taken the place of a group that would have trained. A few
+        # failures in a row are taken for a property of the environment, and the run goes on without forks instead of
+        # ending.
         latest = self._groups.fork_states(_TRIED)
         if len(latest) < _TRIED or set(latest) != {GroupState.FAILED}:
             return False

@@ -104,6 +104,8 @@ def most_tokens(messages: Messages) -> int:
     """At least as many as the messages have tokens: a token stands for a byte or more, and an image for any number."""
     if any("images" in message for message in messages):
         return sys.maxsize
+    # A bound that costs nothing: no tokenizer that works on bytes makes more tokens than there are bytes. To count
+    # exactly is to render every answer of a long episode once more.
     return sum(len(message["content"].encode(errors="replace")) + _AROUND for message in messages)
 
 

@@ -65,11 +65,15 @@ class TurnGate:
             try:
                 if self._leaving_now or (self._paused_now and breakable):
                     scope.cancel()
+                # Cancelled by a scope of its own, not by an error that is thrown in: the turn ends at its next
+                # checkpoint as at any deadline, and writes the tokens that it has (see `generate_turn`).
                 return await turn
             finally:
                 del self._turns[scope]
         raise HandedBack if self._leaving_now else TurnPaused
 
     def _change(self) -> None:
+        # A new event each time, as trio's cannot be unset. Whoever waits holds the old one and is woken by it, also if
+        # the run is paused again before it gets to run; it then looks at the flags anew.
         self._changed.set()
         self._changed = trio.Event()

@@ -48,6 +48,8 @@ class EnvCalls:
         Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if its action
         took longer than `policy_s`."""
         deadline_s, acted, failed = self.deadline_s, policy_s is not None, None
+        # A PolicyFault before the policy has acted is a mistake of the environment, whatever its class says: nothing in
+        # a reset can be the policy's doing.
         where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
         with clocks.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
             try:
@@ -59,6 +61,9 @@ class EnvCalls:
                 failed = EnvError(f"{where} raised {one_line(error)}")
             finally:
                 self.seconds += watch.seconds if acted else 0.0
+        # The clock that ran out decides, not the error that came out: code that is cut off at its deadline raises
+        # whatever it likes, and an author may catch the cancellation and raise something else. Whose time it was is law
+        # 3.
         if watch.over is Whose.POLICY and acted:
             raise TimeUp(f"{where}: the policy's action took over {policy_s:g} s") from failed
         if watch.over is not None:
@@ -73,6 +78,7 @@ async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: EnvCalls) 
 
     async def reward() -> float:
         value = float(await sync_async.call(rewarder, trajectory, blocking=False))
+        # Written as "not at most", since every comparison with NaN is false: the other way round NaN would pass.
         if not abs(value) <= LARGEST:
             raise EnvError(f"{guard.env}: reward gave {value}: give a number within {LARGEST:g} of 0")
         return value

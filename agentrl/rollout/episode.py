@@ -70,10 +70,14 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCa
             cause = await episode.run()
         finally:
             await episode.env.close()
+    # Before the line below, of which it is a subclass: if the journal cannot be written, no ending can be written
+    # either. The episode stays with its lease, and goes on when somebody claims it again.
     except StoreError:
         raise
     except InfrastructureError as error:
         cause = failure(error, claim, context.tracebacks)
+    # After the environment was closed: a rewarder may take minutes, and a box that idles meanwhile is one that another
+    # episode waits for. The verdict and the files that it needs are in the journal by now.
     cause, ending = await episode.scoring.ending(cause)
     await episode.journal.finish(ending)  # law 2: the episode may be trained from here on, once; law 3: or never
     log.info("the episode ended: %s%s", cause.stop_reason.value, f" ({cause.detail})" if cause.detail else "")
@@ -99,6 +103,8 @@ class _Episode:
         if cause is None:
             cause = await self._begin()
         while cause is None:
+            # Between two turns and nowhere else: here the journal is complete and the environment answered, so nothing
+            # is lost when an episode is handed over. To stop amid a step would leave an effect that no answer records.
             await self._context.gate.passed()
             with self._log_ids(len(self.journal.turns)):
                 cause = await self._turn()

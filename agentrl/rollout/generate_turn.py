@@ -58,6 +58,7 @@ async def sample(
             deadline_s=left_s,
             sampled=len(have),
         )
+    # Without parts to write there is no need of a stream: one request and one answer, for engines that cannot stream.
     if not every and not unbroken:
         return joined(before, _whole(rest, await engine.generate(rest)))
     log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
@@ -65,6 +66,8 @@ async def sample(
         return joined(before, _whole(rest, await engine.generate(replace(rest, on_chunk=log.add))))
     except (EngineError, StoreError):  # the episode ends, or is another worker's
         raise
+    # Also for a cancellation: whoever cancels (a drain, a pause, a lost lease) does not know of tokens in memory. If
+    # the lease is lost, the store refuses this part, and nothing is harmed.
     except BaseException:
         log.write()
         raise
@@ -106,7 +109,12 @@ class _Log:
         if chunk.finish is not None:
             return  # the whole turn is journaled at once
         self._settle()
+        # Twice the last chunk: one may be on its way while the next is being made. Near the end of the turn no more can
+        # come than it may have, and the whole turn is about to be journaled.
         to_come = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
+        # One part at a time. A second one would have to say after how many tokens it begins, and that depends on
+        # whether the first was written. A chunk without tokens says that the engine was left: write at once, since the
+        # pause may be long.
         if self.posted is None and (self.unkept + to_come > self.every or not chunk.token_ids):
             self.write()
             self._settle()

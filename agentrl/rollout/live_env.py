@@ -66,6 +66,9 @@ class LiveEnv:
         env, self._env = self._env, None
         if env is None:
             return
+        # Shielded from the cancellation that often brought us here: an environment that is not closed leaves a box and
+        # its processes behind. Bounded nevertheless, as its code may hang (law 4); the janitor removes what is left
+        # then.
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
             where = f"{self.task.env}: close raised"
             try:
@@ -102,6 +105,8 @@ class LiveEnv:
         env.action_cut = turn.finish == "length"
         if self._keyed is not None:
             self._keyed.action_id = turn.id
+        # Not below 0: a replay may have used more of the episode's time than there was at first. The call then ends at
+        # its first checkpoint with the policy's time up, and not with an error of ours about a negative deadline.
         left_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self.calls.seconds), 0.0)
         call = partial(step_results.act, env, turn.text, self.task, settings.observation_bytes, turn.index)
         step: Step = await self.calls("step", call, policy_s=left_s)
@@ -115,6 +120,8 @@ class LiveEnv:
         try:
             return await self.calls("end", lambda: step_results.end(env, reason, self.task), policy_s=deadline_s), ""
         except (TimeUp, PolicyFault) as error:
+            # Scored as 0 and not left out: the work of the policy is what could not be judged in time, for example
+            # tests that its code makes hang. To leave it out would reward hanging the grader (law 3).
             return Step(observation=(), outcome=0.0, success=False), one_line(error)
 
 

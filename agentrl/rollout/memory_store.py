@@ -143,5 +143,7 @@ class MemoryStore:
     def _held(self, episode_id: int) -> _Entry:
         entry = self._entries.get(episode_id)
         if entry is None:
+            # The error of a store whose episode another worker has: `play` knows what to do with it, and needs no case
+            # for this store. `tests/rollout/test_memory_store.py` plays the same episode on both.
             raise LeaseLost(f"episode {episode_id} is not held here: it was dropped")
         return entry

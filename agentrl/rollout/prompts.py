@@ -45,12 +45,16 @@ class Prompts:
 
     async def next(self) -> Prompt:
         """The prompt of the next turn: the interrupted turn's if there is one. Raises PolicyFault, see `ahead`."""
+        # The prompt was rendered after the last answer, to see whether there is room for a turn. It is used here, once,
+        # instead of being rendered again.
         prompt, self._ahead = self._ahead, None
         if prompt is not None:
             return prompt
         journal, interrupted = self._journal, self._journal.partial
         if interrupted is None:
             return await self._rendered()
+        # The prompt of an interrupted turn is never rendered again: its tokens were sampled after these very ids (law
+        # 1). A template or a tool list that changed meanwhile would give others.
         context = interrupted.prompt_ids
         if interrupted.parent is not None:
             context = journal.context_after(interrupted.parent) + context

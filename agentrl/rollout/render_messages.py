@@ -39,6 +39,10 @@ async def rendered(
         return await _tokenized(partial(_checked, render, messages), messages, *tools)
     except ModelError as error:
         problem = f"{error} (roles: {', '.join(str(message.get('role')) for message in messages)})"
+        # The same order of roles with texts that nobody can object to: if the template refuses these too, the
+        # environment built a conversation that no policy could have made acceptable, so it is the environment's
+        # failure. If it takes them, the policy's words are why. Guessing by the template's message would depend on its
+        # author's wording.
         if acted and (policy_writes or _takes(render, plain(messages))):
             raise PolicyFault(problem) from error
         raise EnvError(f"{env}: {problem}") from error
@@ -80,6 +84,8 @@ def _takes(render: Render, messages: Sequence[Message]) -> bool:
 
 async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tuple[int, ...]:
     """Call `render`; in a thread if `parts` are large, so that other episodes go on meanwhile."""
+    # A thread costs about as much as tokenizing a short message, and almost all are short. A large answer would hold up
+    # every other episode of the process, deadlines included.
     if len(str(parts)) <= _SMALL:
         return render()
     return await trio.to_thread.run_sync(render)

@@ -37,6 +37,9 @@ async def resumed(
         claim = await _going_on(claim, store, settings)
         loses = settings.resume != "tokens" and claim.fork_turn is None
         try:
+            # A request that breaks every engine it meets would be begun anew for ever if its tokens were always thrown
+            # away. After a few breaks it goes on from tokens like any other, and then the fleet's own rule for such
+            # requests ends it.
             return await play(claim, loses and breaks < _BREAKS)
         except BrokenOff:
             breaks += 1
@@ -51,6 +54,8 @@ async def _going_on(claim: Claim, store: EpisodeStore, settings: Rollout) -> Cla
         if claim.partial is not None:
             await store.discard_turn(claim.episode_id, claim.fence)
         return replace(claim, partial=None)
+    # False means that the group could not start anew, because it has closed, is a fork's, or did so too often. Then
+    # this episode alone starts anew, below: the mode promises what is lost, and it never holds up the run.
     if resume == "group" and await store.restart_group(claim.episode_id, claim.fence, settings.max_replays):
         raise LeaseLost(f"episode {claim.episode_id} starts anew with its group {claim.group_id}")
     await store.restart_episode(claim.episode_id, claim.fence, f"it was interrupted (rollout.resume = {resume!r})")

@@ -55,6 +55,8 @@ class Scoring:
         whole signal. Success is the environment's; if it gives none, the one role succeeds from 1.0 on."""
         verdict = self._env.latest
         learning = [role for role in outcomes if self._players.learns(role)]
+        # With several learning roles there is no one number for the episode; each role's own outcome trains it, and
+        # this one is only shown.
         if len(learning) != 1:
             return verdict.outcome or 0.0, verdict.success
         outcome = outcomes[learning[0]]

@@ -47,6 +47,8 @@ class Snapshots:
         if not (isinstance(env, SnapshotEnv) and env.has_snapshots):
             self._given_up = True
         elif len(journal.turns) % self._every_turns == 0:
+            # Given up for good after the first failure: each try is a call under a deadline, and an environment that
+            # cannot be saved once, because it grew too large for example, most often cannot be saved later.
             self._given_up = not await _keep_snapshot(env, calls, journal)
 
 
@@ -78,6 +80,8 @@ async def keep_artifacts(env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal
     with suppress(TimeUp, PolicyFault):
         files = await calls("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
     size = sum(len(path) + len(data) for path, data in files.items())
+    # Empty files, not a failure: the policy wrote them, and an episode that could leave the loss by writing too much
+    # would be a way out of a bad reward (law 3).
     if size > _ARTIFACT_BYTES or len(files) > _ARTIFACT_FILES:
         files = {}
     await journal.keep_artifacts(files)

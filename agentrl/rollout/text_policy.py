@@ -66,6 +66,8 @@ class TextPolicy:
         return tuple(map(self._add, messages))
 
     def decode(self, ids: Sequence[int]) -> str:
+        # `dict.fromkeys` keeps one of each: an answer's id is repeated once for each token that the server counted, so
+        # that limits and reports by tokens hold for text policies as well.
         return "".join(self._texts.get(token, "") for token in dict.fromkeys(ids))
 
     def messages(self, ids: Iterable[int]) -> list[Message]:

@@ -109,6 +109,8 @@ class TurnSampler:
         attempt = f"-{self._pauses}" if self._pauses else ""
         return GenerateRequest(
             request_id=request_id(journal.claim, len(journal.turns)) + attempt,
+            # The group, not the episode: siblings begin with the same prompt, so one engine should have it in its
+            # cache.
             session=str(journal.claim.group_id),
             token_ids=prompt.context,
             sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
@@ -116,6 +118,8 @@ class TurnSampler:
             policy=players.adapter(prompt.role),
             version=await players.version(prompt.role, journal),
             experts_from=first_without_experts(journal.turns, prompt.parent) if context.experts and learns else None,
+            # Only where a token is trained: the sets cost bandwidth, and an evaluation or a frozen role has no use for
+            # them.
             kept=players.trains and learns and sampling.cuts,
             images=self._images.of(prompt),
         )

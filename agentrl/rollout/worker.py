@@ -90,6 +90,8 @@ class Worker:
             nursery.start_soon(self._keep_leases)
             while await PHASE.awaited(self.store.meta) != "stop":
                 self._idle = trio.CancelScope()  # a place that frees from here on ends the wait, also before it begins
+                # A thread that runs an author's blocking code cannot be ended from outside. Once half of them hang, the
+                # process has to go; its episodes are handed back first, so that none of them counts a death.
                 worn_out, leaves = sync_async.worn_out(), self.context.gate.leaving
                 if worn_out or leaves:
                     await self._end_turns()
@@ -106,6 +108,8 @@ class Worker:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
         latest: an episode whose environment hangs fails here, and cannot hang another worker."""
         self.context.gate.leave()
+        # Three step deadlines: a step under way, its judging and its closing may each take one. What is still running
+        # then is cut off with the process, and goes on elsewhere by its lease.
         with trio.move_on_after(3 * self.context.settings.step_deadline_s):
             while self._running:
                 self._ended = trio.Event()
@@ -129,6 +133,8 @@ class Worker:
 
     async def _claimed(self, running: int, evaluation: bool | None) -> list[Claim]:
         """Claims for the places that `running` episodes leave: of evaluations alone, of training alone, or of both."""
+        # A few at a time: each start makes an environment, often in synchronous code, and a hundred in a row would hold
+        # up the streams and the deadlines of all episodes that run.
         free = min(self.capacity - running, _AT_ONCE)
         if free <= 0 or self.paused:
             await trio.lowlevel.checkpoint()
@@ -169,6 +175,7 @@ class Worker:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
         lease_s = self.context.settings.lease_s
         while True:
+            # A third: two renewals may fail, or one come late by a third of the lease, before anybody else may claim.
             await trio.sleep(lease_s / 3)
             claims = dict(self._running)  # claims that come meanwhile are not among those renewed
             renewed = await wait_for_space(  # nobody else can claim on a full disk either
@@ -177,5 +184,7 @@ class Worker:
             )
             for episode_id, claim in claims.items():
                 scope = self._scopes.get(episode_id)
+                # Compared by identity: this worker may have lost the episode and claimed it anew while the renewal was
+                # under way, and must not cancel the new claim for the old one's sake.
                 if episode_id not in renewed and self._running.get(episode_id) is claim and scope is not None:
                     scope.cancel()
