@@ -47,6 +47,8 @@ def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
     raised_alarms: list[Raised] = []
     for name, (metric, side, meaning) in WATCHED.items():
         value, threshold = row.get(metric), thresholds[name]
+        # A value that is not finite raises no threshold alarm: comparisons with NaN are false on both sides, so it
+        # would pass for healthy. The loop over `_NUMBERS` below names it as what it is.
         if value is None or threshold is None or not math.isfinite(value):
             continue
         if value > threshold if side == "above" else value < threshold:
@@ -87,6 +89,8 @@ class LagBound:
 
     def resize(self, full: int) -> int:
         """Another bound of the settings; returns the bound in force, which may be a lowered one."""
+        # A bound that an alarm has lowered stays lowered when its user changes the setting: the new number says how far
+        # it may rise again, not that the alarm is over.
         self.now = full if self.now == self.full else min(self.now, full)
         self.full = full
         return self.now
@@ -94,6 +98,8 @@ class LagBound:
     def after(self, alarms: Sequence[Raised]) -> int:
         """The bound for the next step, after a step with these alarms."""
         if any(alarm.action == "lower_lag" for alarm in alarms):
+            # Halved at once and raised only after many calm steps. A bound that rose as quickly as it falls would
+            # swing: a lower lag calms the measure, the bound rises, and the alarm comes back.
             self.now, self.calm = self.now // 2, 0
         elif self.now < self.full:
             self.calm += 1
@@ -143,6 +149,9 @@ def _why(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         return sum(row[name] for row in rows)
 
     episodes, groups = total("episodes"), total("group_count")
+    # The order of these cases is the point: each is a cause of the ones below it. Without scored tokens there is
+    # nothing to compare, with one episode a group there are no siblings, and so on; the first that holds is the one to
+    # fix.
     if any(row["updated"] for row in rows):
         return "the gradient was zero although advantages were not", "check train.lr, algo.clip_low and algo.clip_high"
     if not episodes and total("episodes_left_out"):

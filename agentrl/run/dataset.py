@@ -88,6 +88,8 @@ class _Parts:
             self._source(name, value)
         elif self._importable(value):
             self.imports.append(f"from {value.__module__} import {value.__qualname__} as {name}")
+        # Compiled patterns are the one kind of object that reward functions name all the time and whose repr is no
+        # source.
         elif isinstance(value, re.Pattern):
             pattern = cast("re.Pattern[Any]", value)
             self.add("re", re)
@@ -104,6 +106,9 @@ class _Parts:
         source = _source_of(value)
         if source is None:
             raise UsageError(f"{name!r} is defined interactively, and its source is not known: put it into a file")
+        # The names that the source uses, followed one by one, instead of the whole notebook: its other cells train,
+        # plot or read files, and none of that may happen in a worker. Pickling the function (cloudpickle) would carry
+        # values along that no reader of the run's folder could see, and breaks between Python versions.
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Name) and node.id in self._names and not hasattr(builtins, node.id):
                 self.add(node.id, self._names[node.id])
@@ -137,6 +142,8 @@ def _source_of(value: Any) -> str | None:
 def _is_plain(value: Any) -> bool:
     """Whether its repr is its source."""
     try:
+        # Literals only, and not large ones: a table of a million rows that a function refers to belongs in a file, not
+        # in the source of a module.
         return ast.literal_eval(repr(value)) == value and len(json.dumps(repr(value))) < 1 << 20
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False

@@ -48,6 +48,9 @@ class _Sent:
 
     @property
     def id(self) -> str:
+        # A tracker cannot take points back. After a rollback a second run of the tracker begins in the same group, with
+        # the steps before it repeated: each of the two is a clean curve. Sending the new values under the old steps
+        # would show a zigzag, or be refused.
         return self.group if self.part == 1 else f"{self.group}-{self.part}"
 
     @classmethod
@@ -118,6 +121,8 @@ class AppendingTracker(MetricTracker):
             self._shut(finished=True)
 
     def _send_all(self) -> None:
+        # Read from the store, not taken from the event that was passed in: whatever an earlier call could not send is
+        # still there, so a network that was down for an hour leaves no hole.
         with RunStore.read(self._run.store_path, away_s=0) as store:
             sent = self._known()
             feed = EventFeed(("on_step", "on_eval"), sent.place)
@@ -132,6 +137,8 @@ class AppendingTracker(MetricTracker):
                 self._send(event)
                 feed.mark(event)
                 sent.rows += 1
+                # After each row. A process that is killed between the send and this line sends that one row again,
+                # which trackers take as the same step; saving less often would repeat more.
                 self._save(sent)
 
     def _send(self, event: Event) -> None:

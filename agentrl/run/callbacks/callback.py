@@ -158,6 +158,8 @@ class Callback:
             "on_eval": on_eval,
             "on_end": on_end,
         }
+        # Into the instance and not by assignment to the class: a function given for a hook hides the method of this one
+        # object, and `overridden` finds both forms in one way.
         vars(self).update({key: value for key, value in arguments.items() if value is not None})
 
     def on_start(self, run: RunStarted, /) -> None:
@@ -205,11 +207,15 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
         if callback.errors not in ("stop", "warn"):
             raise UsageError(f"callback {name}: errors = {callback.errors!r}: give 'stop' or 'warn'")
         hooks = overridden(callback)
+        # A misspelt `on_steps` is no error in Python: the method exists and nobody calls it. A run of two days without
+        # its callback is found out too late (law 8).
         for unknown in [key for key in dir(callback) if key.startswith("on_") and key not in HOOKS]:
             raise UsageError(f"callback {name}: {unknown} is never called; the hooks are {', '.join(HOOKS)}")
         if not hooks:
             raise UsageError(f"callback {name} has no hook: give it one of {', '.join(HOOKS)}")
         for hook in hooks:
+            # Called from a thread, it would return a coroutine that nobody awaits, and Python's warning comes at the
+            # end of the run.
             if inspect.iscoroutinefunction(getattr(callback, hook)):
                 hint = "hooks run in a thread, so give a function; it may call asyncio.run_coroutine_threadsafe"
                 raise UsageError(f"callback {name}: {hook} is a coroutine function: {hint}")

@@ -54,6 +54,13 @@ class _Call:
     began_s: float
 
 
+# A thread for each callback, not a task of the supervisor's loop: hooks are users' functions that block, on a network
+# or a disk, and one that hangs must hold up neither training nor the other callbacks. And not a pool: order within a
+# callback is promised, and a hung one would use the pool up.
+#
+# The events come from the store and not from a queue in memory. So there is nothing to lose when the process dies, a
+# slow callback costs no memory, and a resumed run goes on at the place that the store keeps. The price is a read twice
+# a second.
 class Teller:
     """Delivers events to one callback. `call` is under way, `handled` have ended."""
 
@@ -100,6 +107,9 @@ class Teller:
                 feed.mark(event)
                 if self._ends:
                     break
+            # The place is written after the hooks have returned, once for all events of a read. A kill in between
+            # delivers these again, with the same ids; writing it before would lose those whose hook had not begun.
+            # Twice is what an id lets a callback notice, never is what it cannot.
             if events and not self.callback.from_start:
                 self._save(feed.place, writes)
             if len(events) < MOST:
@@ -162,6 +172,8 @@ class Teller:
         if self.callback.errors == "stop":
             self._broken = True
             self._stop.fail(CallbackError(f"callback {self.label}: {line}; with errors = 'warn' the run goes on"))
+        # Powers of two: an error that comes with every step of a long run is named about twenty times, not a million
+        # times, and its count is never far from the truth.
         elif times & (times - 1) == 0:
             self.warn(line + f"; {times} times by now" * (times > 1))
 
@@ -216,6 +228,8 @@ def _finish(tellers: Sequence[Teller], finished: bool) -> None:
         while teller.thread.is_alive():
             teller.thread.join(0.1)
             now = time.monotonic()
+            # The deadline begins anew with each event that is handled. A callback with a thousand events to go gets the
+            # time that it needs, as long as it gets on; only one that stands still is left behind.
             if teller.handled != handled:
                 handled, since_s = teller.handled, now
             if now - since_s > deadline_s:
@@ -246,6 +260,8 @@ async def telling(
             yield
             finished = True
         finally:
+            # Shielded: at Ctrl-C the callbacks still hear of the end, within their deadlines, since a tracker that
+            # hears nothing shows the run as alive for ever.
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(partial(_finish, tellers, finished))
         nursery.cancel_scope.cancel()

@@ -20,6 +20,8 @@ class EarlyStopping(Callback):
     `"eval"`: `success`, `outcome`, `turns` or `tokens` of the held-out set `eval_set`, by default of any. Values that
     were not measured count for nothing. Raises UsageError for settings that would never stop anything."""
 
+    # Counted anew from the store at each start instead of kept in a file: a file could disagree with the run after a
+    # rollback, and the events of a long run are read in a moment.
     from_start = True
 
     def __init__(
@@ -85,6 +87,8 @@ class EarlyStopping(Callback):
             return f"{self.metric} is {means[-1]:g} (target {self.target:g})"
         best = 0
         for place, value in enumerate(signed):
+            # Compared with the best so far and not with the value before: a metric that creeps up by less than
+            # `min_delta` a step would never count as better, although it gets far in a hundred steps.
             best = place if value > signed[best] + self.min_delta else best
         if self.patience is not None and len(signed) - 1 - best >= self.patience:
             since = f"since {means[best]:g} at step {steps[best + self.window - 1]}"

@@ -74,6 +74,8 @@ class EventFeed:
         for hook, read in kinds.items():
             latest_s = 0.0
             for event in read(store) if hook in self._hooks else ():
+                # Times of one kind are made to rise: a clock that was set back must not let step 8 come before step 7,
+                # which a callback may rely on.
                 latest_s = max(latest_s, event.time_s)
                 timed_events.append((latest_s, event))
         return [event for _, event in sorted(timed_events, key=lambda timed: timed[0])]
@@ -119,6 +121,8 @@ class EventFeed:
     def _episodes(self, store: RunStore) -> Iterator[Event]:
         place = self.place
         place.episodes = max(place.episodes, self._ended_up_to)
+        # Episodes end out of order, so a single number cannot say which were delivered, and a set of all ids would grow
+        # with the run. The number says "all up to here", the set has the few beyond it.
         place.above = {id for id in place.above if id > place.episodes}
         after, all_ended, count = place.episodes, True, 0
         while count < MOST and (rows := store.reads.episodes(after=after, limit=MOST)):
@@ -136,6 +140,8 @@ class EventFeed:
         for purpose in store.groups.purposes():
             read = held_out.read_label(purpose, now=store.versions.current_version().step)
             groups = sum(store.groups.counts(purpose).values())
+            # The number of groups is part of the key: an evaluation in which every episode failed is scheduled again
+            # under its old name, and its new result is another event.
             if read is None or (purpose, groups, attempt) in self._seen or not held_out.finished(store, purpose):
                 continue
             self._seen.add((purpose, groups, attempt))

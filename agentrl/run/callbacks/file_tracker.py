@@ -83,6 +83,8 @@ class FileTracker(Callback):
         if isinstance(event, StepEnded) and (undone := {id for id in ids if _is_undone_by(id, event)}):
             ids = self._rewrite([row for row in self._rows() if row["id"] not in undone])
         row = _row(event)
+        # A table whose header lacks a column cannot be appended to. It is written anew, wider, in one rename: readers
+        # see the old table or the new one.
         if self._is_csv and not row.keys() <= set(self._columns):
             self._rewrite([*self._rows(), row])
             return
@@ -100,6 +102,8 @@ class FileTracker(Callback):
         if not self.path.exists():
             return []
         text = self.path.read_text(encoding="utf-8")
+        # A line without its end was cut off by a crash. It is dropped here and comes back as an event, since every
+        # start delivers them all.
         complete = text[: text.rfind("\n") + 1]
         try:
             rows = (

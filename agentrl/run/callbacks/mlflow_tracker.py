@@ -29,6 +29,8 @@ class MLflowTracker(AppendingTracker):
             self._mlflow: Any = import_module("mlflow.tracking")
             self._entities: Any = import_module("mlflow.entities")
             if uri is None or not uri.startswith("http"):
+                # `mlflow-skinny` leaves these out, and a database without them fails at the first step of the run, long
+                # after its start.
                 import_module("sqlalchemy")
                 import_module("alembic")
         except ImportError as error:
@@ -46,6 +48,8 @@ class MLflowTracker(AppendingTracker):
         existing = self._client.get_experiment_by_name(self._experiment)
         place = None if self._uri else (files / "artifacts").as_uri()
         experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment, place)
+        # Looked up by our own tag: MLflow makes the id of a run itself, and a process that was killed right after
+        # making one has not written it down anywhere. The tag is set with the run, in one call.
         runs = self._client.search_runs([experiment], f"tags.`agentrl.id` = '{run.id}'", max_results=1)
         if runs:
             self._id = runs[0].info.run_id

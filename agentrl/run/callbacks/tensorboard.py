@@ -53,6 +53,8 @@ class TensorBoard(MetricTracker):
 
     def on_step(self, step: StepEnded) -> None:
         """Send a step; the first after a start makes later ones void."""
+        # TensorBoard knows this record: on a session start it drops all points of that step and later ones. So undone
+        # steps vanish from the curves without a file being rewritten.
         if step.attempt != self._attempt:
             self._attempt = step.attempt
             void = self._session(status=self._session.START)
@@ -87,6 +89,8 @@ class TensorBoard(MetricTracker):
         for a part of the record may be in the old one."""
         self._unwritten.append(event.SerializeToString())
         path = self._path
+        # Only set again at the end of a call that wrote everything. A record that was torn by a full disk makes
+        # TensorBoard stop reading its file there, so whatever comes later goes into a new file.
         self._path = None
         if path is None:
             self._folder.mkdir(parents=True, exist_ok=True)

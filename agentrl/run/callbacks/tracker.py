@@ -88,6 +88,8 @@ def hand_over(trackers: Sequence[MetricTracker], summary: Mapping[str, Any], plo
         except Exception as error:
             _warn(tracker, f"has no summary: {type(error).__name__}: {' '.join(str(error).split())}")
 
+    # All at once and each in a thread: the run is over and its user waits for the prompt. Three servers that are down
+    # cost one deadline, not three.
     threads = [threading.Thread(target=give, args=[tracker], daemon=True) for tracker in trackers]
     for thread in threads:
         thread.start()

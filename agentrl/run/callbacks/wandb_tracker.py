@@ -64,6 +64,8 @@ class WandbTracker(AppendingTracker):
 
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         """A row of W&B's history; its own count of rows never goes back."""
+        # W&B's own `step` must never decrease: it ignores rows for which it does. Evaluations come with the step that
+        # they measured, which may be an earlier one, so the row count is W&B's step, and ours is a value and the axis.
         self._logged.log({**values, "step": step}, step=self.rows)
 
     def finish(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:

@@ -46,10 +46,14 @@ async def free(run: RunDir) -> list[str]:
 async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
     try:
         async with aclosing(EngineClient(url, api_key=config.engine.key_of(url), kind=config.engine.kind)) as client:
+            # An engine that is not paused is left alone, whatever its weights: its owner may have other users by now,
+            # and those weights are whole.
             if not await client.paused(deadline_s=_ASK_S):
                 return None
         weights = _weights(run, config)
         deadline_s = min(config.engine.admin_deadline_s, _PUSH_S)
+        # Short deadlines throughout: the janitor that calls this also removes scratch and ends stray processes, and a
+        # server that is gone must not keep it from that.
         short = config.engine.model_copy(update={"liveness_deadline_s": 2 * deadline_s})
         await attach(url, weights, config.model_copy(update={"engine": short}), fresh=False)
     except AgentRLError as error:

@@ -26,6 +26,8 @@ def withheld_from_learner(config: RunConfig) -> Withheld:
 def _withheld(config: RunConfig, needed: frozenset[str], *, database: bool) -> Withheld:
     judges = frozenset(source.api_key_env for source in config.rewards if source.api_key_env)
     uses_object_store = config.engine.weights_url is not None  # whose package names its credentials as it likes
+    # Withheld by default and handed out by name, not the other way round: a list of what to hide is always one variable
+    # behind. The exception is an object store, whose client library reads variables that only its package knows.
     return Withheld(names=judges - needed, database=database, others=not uses_object_store, needed=needed)
 
 

@@ -73,6 +73,8 @@ class WatchedEngines:
         """Where an engine listens. The kernel takes 107 bytes of a path: a role's name may be too long."""
         if self.sockets is None or self.config.engine.kind == "sglang":  # which listens on TCP alone
             return None
+        # A socket in a private folder instead of a TCP port, where all is on one machine: no other user of the machine
+        # can connect to it, and no port can be taken between its choice and its use.
         path = self.sockets / f"{name}.sock"
         short = hashlib.sha256(name.encode()).hexdigest()[:12]
         return path if len(os.fsencode(path)) <= _SOCKET_BYTES else self.sockets / f"{short}.sock"
@@ -127,4 +129,6 @@ class WatchedEngine(WatchedChild):
         await self.engine.up()
 
     def is_final(self, error: AgentRLError) -> bool:
+        # The only error of an engine that no restart can cure: it would come up with the same wrong weights, and every
+        # token that it samples until the next canary would be off-policy without anybody knowing (law 5).
         return isinstance(error, WrongWeights)

@@ -66,6 +66,9 @@ class EngineWatch:
             check_at = heard + self._pause_s()
             while True:
                 await trio.sleep(_LOOK_S)
+                # One request may wait for as long as the engine may be silent at all. With a short deadline for each
+                # look, an engine that is busy with a long prefill would be asked again and again and never get to
+                # answer.
                 left_s = heard + deadline_s - trio.current_time() if hangs is not None else deadline_s
                 version = await _served(client, max(_LOOK_S, left_s))
                 now = trio.current_time()
@@ -114,6 +117,8 @@ class EngineWatch:
         try:
             if not await client.paused(deadline_s=deadline_s):
                 return False
+            # Asked again under the pusher's lock. A pause that was seen without it may be that of a push that has just
+            # begun, and to resume such an engine would let it sample from half of the new weights.
             async with self._lock():
                 return await client.paused(deadline_s=deadline_s)
         except EngineError:  # the next check decides
@@ -133,6 +138,8 @@ class EngineWatch:
 
     def _pause_s(self) -> float:
         """Until the next canary: half to one and a half times the mean, so that nobody knows when."""
+        # At a fixed interval somebody who sends weights between two probes, by a script that runs every minute for
+        # example, could always fall between them.
         return CANARY_EVERY_S * (0.5 + self.chance())
 
     async def _check(self) -> None:

@@ -66,6 +66,8 @@ class EngineMetrics:
 
     async def _ask(self, name: str, engine: AskedEngine) -> None:
         engine_figures = self._known.setdefault(name, EngineFigures(name))
+        # The old text goes before the question: an engine that hangs shows no figures, rather than those of ten minutes
+        # ago that look like now.
         engine_figures.asked, engine_figures.text = engine_figures.asked + 1, ""
         with trio.move_on_after(DEADLINE_S), suppress(EngineError):
             async with aclosing(engine.client()) as client:
@@ -82,6 +84,7 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
     path = folder / f"{quote(document['engine'], safe='')}.json"
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(document), encoding="utf-8")
+    # Renamed into place, as a reader may come at any instant and half a file is no JSON.
     draft.replace(path)
 
 

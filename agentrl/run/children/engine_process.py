@@ -85,6 +85,8 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role:
     path = None if path is None else file_of(path, role)
     on_disk = path if path is not None and path.exists() else None
     if on_disk is None and current.step != start.version.step:
+        # Read again instead of locked: the learner deletes old weight files while engines start, and a lock between the
+        # two would make each of its steps wait for the slowest start of an engine.
         if store.versions.current_version() != current:  # the learner has sent others since, and removed these
             return current_weights(config, store, start, role)
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
@@ -146,6 +148,8 @@ class SupervisedEngine:
             except EngineError as error:
                 late = error
             if self.child.poll() is not None or trio.current_time() > deadline:
+                # The last error is kept and raised, not the one of the deadline: "no canary in time" says nothing about
+                # an engine that refused the weights ten times.
                 raise late
             await trio.sleep(_POLL_S)
 
@@ -159,6 +163,8 @@ class SupervisedEngine:
         turns it waits for the learner's to end."""
         settings, name = self.config.engine, name_of(self.url, colocated=True)
         turn = exclusive(self.scratch / LOCKS, name, deadline_s=settings.start_deadline_s)
+        # On a GPU that engine and learner share by turns, a start loads weights into memory that the learner may be
+        # using. It takes its turn like any other work, or the start and the step both fail for want of memory.
         async with turn if settings.colocated else nullcontext():
             await self._started()
 
@@ -178,6 +184,7 @@ class SupervisedEngine:
 
     async def _start_embedded(self, weights: ServedWeights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
+        # The file of an engine that was killed would say "ready" for its successor before it has loaded anything.
         ready_file.unlink(missing_ok=True)
         self.child.argv = embedded_argv(
             weights.model,
@@ -290,6 +297,8 @@ async def fit(
         if config.sends_adapters:
             client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key, kind=config.engine.kind)
         async with aclosing(client):
+            # Everything from here to the canary happens under the engine's lock: otherwise the learner may push the
+            # next version between the look and the push, and this would put the older one on top of it.
             served = await client.served_version(deadline_s=deadline_s)
             halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
         if halted or not (served >= newest.current.version if fits is None else await fits(served)):
@@ -320,6 +329,8 @@ async def prove(
                 await canary.check([client], weights.canary, update_info=info, tolerance=most, deadline_s=deadline_s)
                 return True
             except CanaryMismatch as error:
+                # A mismatch counts only if the engine still has the version that was probed: the learner may have
+                # replaced it while the canary ran, and then the comparison was of two versions.
                 if await client.served_version(deadline_s=deadline_s) == version:
                     raise WrongWeights(f"{name} {after}: {error}") from error
     return False

@@ -46,6 +46,8 @@ class EvaluationEngines:
         for engine in self.started:
             while True:
                 try:
+                    # Retried within a deadline, and then the run ends: an evaluation that was measured on some of its
+                    # engines, or on old weights, would be a number that nobody can tell from a good one.
                     await fit(engine.child.name, engine.url, weights, config, run.locks)
                     break
                 except EngineError as error:

@@ -21,8 +21,12 @@ class FrozenEngines:
         """Start them one after the other; return when all serve."""
         config = self.engines.config
         first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
+        # Sorted, as the number is part of the child's name: in the order of a set, a resumed run would look for the
+        # seat or the log of one model under the name of another.
         for number, policy in enumerate(sorted(config.rollout.given_models())):
             weights = ServedWeights(model=given_model_dir(config, policy), base=first, current=first)
+            # Bound as a default: a closure over the loop's variable would give every engine the weights of the last
+            # one.
             engine = self.engines.create(f"engine-given-{number}", lambda _, weights=weights: weights)
             await engine.up()
             WatchedEngine(engine, self.engines).start_keeping()

@@ -51,5 +51,7 @@ class WatchedLearner(WatchedChild):
             await self.registry.launcher.reserve(self.child.name)
         except NoRoom as error:
             why = str(error)
+            # The request is taken back in the store before the old place is reserved: a supervisor that dies in between
+            # comes back, reads the old split, and does not run into the same lack of room again.
             await self.registry.write_with_space(lambda store: scale_requests.take_back(store, why))
             await self.registry.launcher.reserve(self.child.name)

@@ -48,6 +48,8 @@ class LearningEngines:
         for url in config.engine.urls:
             await attach(url, await weights(), config)
             self.engines.registry.nursery.start_soon(self.engines.watch(url, url, weights).run)
+        # Starting side by side saves minutes with many replicas. Engines that share a GPU start in turn: each measures
+        # the free memory at its start to size its cache, and two that do so at once both count the same gigabytes.
         together = start_together(config.engine, on_ray=config.cluster.on_ray)
         for role in (None, *config.role_models):
             group = self.by_role[role] = {number: self._create(role, number) for number in range(count)}
@@ -97,6 +99,8 @@ class LearningEngines:
         then."""
         created: dict[str | None, SupervisedEngine] = {}
         try:
+            # All or none: an engine of one policy without its counterpart of the other would leave turns of that role
+            # without a place to go, and the number of engines would differ by role.
             for role in self.by_role:
                 created[role] = self._create(role, number)
                 await created[role].join()
@@ -111,6 +115,8 @@ class LearningEngines:
 
     async def leave(self, number: int) -> None:
         """End the engines of that number, once others have gone on with their turns from the tokens they have."""
+        # First the addresses go, then the wait until nobody asks, then the end. Ended first, every turn under way there
+        # would fail over as after a crash; it does no harm (its tokens are kept) and costs each a prefill elsewhere.
         leaving = [group.pop(number) for group in self.by_role.values()]
         await self.engines.publish()
         for engine in leaving:
@@ -120,6 +126,8 @@ class LearningEngines:
 
     async def _wait_until_idle(self, url: str) -> None:
         """Wait until nobody asks the engine any more, or its deadline passed."""
+        # Workers learn of new addresses within about a second. An engine that is idle right now may still get a request
+        # from one that has not looked yet.
         await trio.sleep(_WITHDRAWN_S)
         settings = self.engines.config.engine
         async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:

@@ -32,10 +32,13 @@ DISK_RETRY_S = 2.0
 
 _MAX_DEATHS = 50  # newest deaths that the store keeps
 _PINNED = {
+    # Threads that wait for work sleep instead of spinning: several processes share the cores of a machine, and one that
+    # spins takes them from those that compute.
     "OMP_WAIT_POLICY": "PASSIVE",
     # Huge pages for large blocks: each pass allocates its activations anew, and on a CPU the page faults cost the
     # learner one fifteenth of its time. Only glibc reads it.
     "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+    # Otherwise the tokenizer starts a thread for each core in every worker, and warns at each fork.
     "TOKENIZERS_PARALLELISM": "false",
 }
 _T = TypeVar("_T")
@@ -122,6 +125,8 @@ class ChildRegistry:
 
     async def remove(self, child: Child) -> None:
         """End the child, give back its place and forget it."""
+        # Shielded, since this often runs because something is being cancelled: a child that is not waited for outlives
+        # its owner (law 4), and a place that is not given back stays taken on the cluster.
         with trio.CancelScope(shield=True):
             await child.stop()
             self.launcher.release(child.name)

@@ -88,6 +88,8 @@ class WatchedChild:
         while True:
             budget.begin()
             status = await self._wait(budget)
+            # Asked before the status is read: at the end of a run children die of signals, and each would be reported
+            # as a crash and started again.
             if self.registry.is_closing or self.is_done(status):
                 return
             why = self.child.failure(status)
@@ -122,6 +124,9 @@ class WatchedChild:
     async def _restart(self, budget: RestartBudget, why: str) -> None:
         """Restart the child; if it dies while it starts, again, as often as its budget allows. Raises a final error."""
         while True:
+            # The budget waits before it lets a start through, longer each time, and raises once it is spent. So a child
+            # that dies at once does not use up five starts in a second, during an outage that would have been over in a
+            # minute.
             await budget.spend(why)
             if self.registry.is_closing:
                 return
@@ -133,6 +138,8 @@ class WatchedChild:
                 if self.is_final(error):
                     raise
                 why = str(error)
+                # Killed before the next attempt, although it has just failed: a start that failed by its deadline has
+                # left a process that may still come up, with the port and the GPU of its successor.
                 await self.child.end()
 
     def _report_restart(self, why: str) -> None:

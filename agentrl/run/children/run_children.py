@@ -80,6 +80,8 @@ class RunChildren:
 
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
+        # One kind after the other: engines of two kinds may share a GPU, and each measures at its start how much of it
+        # is free.
         await self.learning.start(start, self._size_at_start.engines)
         await self.frozen.start()
         await self.evaluation.start()
@@ -172,6 +174,8 @@ class RunChildren:
 
     async def stop(self) -> None:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
+        # Before anything is ended: the loops that keep children read it, and would otherwise bring back what is being
+        # ended here.
         self.registry.is_closing = True
         with trio.CancelScope(shield=True):
             await self.registry.cancel_task(_SCALING)  # nothing comes any more

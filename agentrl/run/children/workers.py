@@ -74,6 +74,8 @@ class Workers:
     async def leave(self, number: int) -> None:
         """End one, once it has handed its episodes to others."""
         child = self.by_number.pop(number)
+        # The loop that keeps it goes first, or the worker's end would be taken for a death and it would be started
+        # again.
         await self.registry.cancel_task(child.name)
         await self._publish()
         with trio.move_on_after(_STEPS * self.registry.config.rollout.step_deadline_s):
@@ -84,6 +86,8 @@ class Workers:
     async def release_dead_worker(self, child: Child, budget: RestartBudget) -> bool:
         """Release the leases of a dead worker. Returns True if one of its episodes crashed it; such a death does not
         count against the restart budget."""
+        # With the process id, as a worker registers itself by it: the leases of the dead process are freed and not
+        # those of a successor that has started already.
         name = f"{child.name}.{child.pid}"
         released = await self.registry.write_with_space(lambda store: store.deaths.release_worker(name))
         for _ in released.quarantined:

@@ -102,6 +102,8 @@ class AutoscaleRule:
         """Go back if the last move did harm."""
         if self._before is None:
             return None
+        # Checked once, at the first full window after the move. A later look compares with the split that is there now,
+        # and the load may have changed meanwhile.
         (before, rate), self._before = self._before, None
         lost = 1 - sight.rate / rate if rate else 0.0
         if before == sight.present or lost < self.settings.gain or not self._pays(lost, sight):
@@ -114,12 +116,17 @@ class AutoscaleRule:
         if best is None or (gain := sight.gains[best]) < settings.gain:
             self._toward, self._seen = None, 0
             return Decision(None, f"no move promises {settings.gain:.0%} more tokens a second")
+        # One window scatters by more than what a move gains. Several in a row that agree on the same move are evidence;
+        # a change of mind begins the count anew.
         self._seen = self._seen + 1 if best == self._toward else 1
         self._toward = best
         promise = f"{best} promises {gain:+.0%} tokens a second"
         if self._seen < AGREE:
             return Decision(None, f"{promise}, in {self._seen} of {AGREE} looks")
         times = self._moves.get(frozenset((sight.present, best)), [])
+        # The wait doubles with each move between the same two splits. Two splits that are about as good would otherwise
+        # be exchanged for ever, each move paying its cost, because noise lets now the one and now the other look
+        # better.
         if times and now_s < (until := times[-1] + HORIZON_S * 2.0 ** (len(times) - 1)):
             return Decision(None, f"{promise}; a place moved between the two lately, {until - now_s:.0f} s to wait")
         if not self._pays(gain, sight):
@@ -171,6 +178,8 @@ class Controller:
 
     def _remember(self, store: RunStore) -> None:
         self._judged = max((row.step for row in store.metrics.values("step")), default=0)  # none of an earlier life
+        # Also moves that a rollback undid: they happened, and cost what they cost. A run that crashes after every move
+        # would otherwise make the same one again and again.
         for row in store.metrics.values(KIND, undone=True):
             if to := row.values.get("to"):
                 self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
@@ -206,6 +215,8 @@ class Controller:
         spent_s = rows[-1].time_s - rows[0].time_s
         if not tokens or spent_s <= 0:
             return None
+        # The pace of the learner is measured where it was, and assumed to be in proportion to its ranks where it was
+        # not: the first move to a number of ranks is a guess, every later one is not.
         self._pace[present.ranks] = busy / tokens
         choices = splits(self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks))
         if present not in choices:
@@ -215,6 +226,7 @@ class Controller:
         newest = len(rows) * self.config.buffer.groups_per_step
         predict = partial(self._predict, present, beside, after=rows[0].step - 1, newest=newest)
         try:
+            # Simulating takes seconds of pure Python: in the loop it would hold up the supervision of every child.
             promised = await trio.to_thread.run_sync(predict, abandon_on_cancel=True)
         except UsageError:  # too few groups
             return None

@@ -87,6 +87,8 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
     since = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
     while True:
         answer, now = await ask(address), trio.current_time()
+        # A head that was restarted answers and greets like the old one, and knows nothing of this run's actors. Only
+        # the cluster's id tells the two apart; `None` is no answer and proves nothing.
         if ours and answer is HeadAnswer.ANSWERS and await _cluster(address, limiter) not in (ours, None):
             return "was started anew and knows nothing of before"
         if job is not None and answer is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
@@ -96,6 +98,8 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
         if answer is HeadAnswer.ANSWERS:
             since.clear()
         else:
+            # A refusal counts as silence too: a head that now refuses and now says nothing is as gone as one that does
+            # either, but must not be taken for one that refused all along.
             since = {answer: now, HeadAnswer.SILENT: now} | since
         if now - since.get(HeadAnswer.REFUSES, now) >= away_s:
             return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
@@ -147,6 +151,8 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
     with trio.move_on_after(deadline_s):  # Ray itself tries for many minutes
         while True:
             try:
+                # Greeted first, since `ray.init` cannot be cancelled and tries for minutes: a thread that hangs in it
+                # would keep this process from joining the head that comes up in between.
                 reachable = await _one_that_answers(address) if again else address
                 return await called(partial(connect, reachable))
             except UsageError as error:
@@ -206,6 +212,8 @@ async def called(function: Callable[[], _T], limiter: trio.CapacityLimiter | Non
 
 async def result(reference: Any, deadline_s: float) -> Any:
     """Wait for a Ray call. Raises TooSlowError, or its error."""
+    # Ray's futures speak asyncio or threads. A callback that wakes the loop costs nothing while it waits; a thread for
+    # each pending call would be one for each child, all of them stuck when the head is.
     token, done = trio.lowlevel.current_trio_token(), trio.Event()
 
     def tell(_: object) -> None:

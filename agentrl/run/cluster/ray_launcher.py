@@ -79,6 +79,8 @@ class Seat:
         self._owner = OwnedFolder(prefer_memory=False)
         self._child: LocalProcess | None = None
         self._status: int | None = None
+        # A thread of the actor's own watches its lease. A method of the actor could not: it would have to be called,
+        # and being cut off is exactly that nobody calls.
         threading.Thread(target=self._end_when_cut_off, daemon=True).start()
 
     def sees(self, marker: str, text: str) -> tuple[str, str, bool]:
@@ -99,6 +101,7 @@ class Seat:
         self.end(True)
         temporary = self._owner.path / "tmp"
         temporary.mkdir(exist_ok=True)
+        # Ray has chosen this seat's GPUs on this node. The supervisor's own numbers are those of another machine.
         ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
         variables = command.withheld.without(defaults)
         lacking = {name: value for name, value in variables.items() if name not in os.environ}
@@ -237,6 +240,8 @@ class RayLauncher:
                 seat.look.remote()
 
     def _reserve(self) -> None:
+        # One placement group for what no run is without: it is granted as a whole or not at all. Two runs that each get
+        # half of a cluster, child by child, would both wait for the other half for ever.
         self._group = _UTIL.placement_group([bundle | self._here for bundle in self._bundles.values()], strategy="PACK")
 
     @property
@@ -337,9 +342,13 @@ class RayLauncher:
         seat: Any = None
         try:
             seat = await called(partial(remote.remote, self._cluster.lease_s))
+            # Asked at once whether this node sees the run's folder: without it the child would start, find no store or
+            # no model, and die with an error about a missing file that names a path which exists.
             pending = seat.sees.remote(str(self._marker), self._text)
             node, host, sees = await result(pending, self._cluster.place_deadline_s)
         except BaseException as error:
+            # A seat that was requested and is not wanted any more must be killed by hand, or Ray places it later, and
+            # it holds a GPU that nobody knows of until its lease ends.
             if seat is not None:
                 self._kill(seat)
             if isinstance(error, trio.TooSlowError):
@@ -391,6 +400,9 @@ class RayLauncher:
             self._drop(name)
             if not process.killed:
                 command.error.write_text(f"its node or its Ray actor was lost ({_line(error)})\n")
+            # If Ray is certain that the actor died, on a node that is well, its child died with it and can be started
+            # again at once. Otherwise the node may only be cut off with the child alive on it, and a second process of
+            # the same name must wait until the lease has certainly ended.
             with trio.move_on_at(heard + self._cluster.lease_s):  # it may be cut off, and live until then
                 actor_died = isinstance(error, ray.exceptions.ActorDiedError)
                 if not actor_died or not await called(partial(_lives, self._nodes.get(name))):

@@ -27,6 +27,8 @@ def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     is_written = False
     while not is_written:  # somebody else may make a request meanwhile
         last = asked(store.meta)
+        # Compared and swapped, in a loop: a request of a person and a move of the controller may come together, and
+        # each changes one part of the same row.
         is_written = WANTED_SIZE.swap(store, last, {**change(dict(last)), "request": last.get("request", 0) + 1})
 
 

@@ -29,6 +29,8 @@ def gains(
     now = next(case for case in plan(config, Wishes(steps=steps), measured) if case.present)
 
     def split_so(split: Split) -> SweepCase:
+        # Places in proportion to engines: with more of them each gets as many episodes as before. To keep the places as
+        # they are would show a gain of none, since the same number of episodes would merely be spread.
         slots = max(now.world.group_size, round(now.world.slots * split.engines / present.engines))
         learner = now.world.learner.sped_up(faster(split.ranks))
         return replace(now, world=replace(now.world, slots=slots, learner=learner))

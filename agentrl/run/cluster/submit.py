@@ -42,6 +42,8 @@ def entrypoint(file: Path, out: Path, settings: Sequence[str]) -> str:
         str(out),
         *(word for setting in all_settings for word in ("--set", setting)),
     ]
+    # The run file travels as text inside the command: the machine that submits need not share a disk with the cluster,
+    # and Ray's own upload of a working folder would take everything beside the file along.
     text = shlex.quote(file.read_text(encoding="utf-8"))
     write_file = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {text} > {shlex.quote(str(copy))}"
     return f"{write_file} && exec {shlex.join(words)}"

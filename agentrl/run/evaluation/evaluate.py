@@ -103,6 +103,8 @@ def only_model(url: str, api_key: str | None = None) -> str:
         names = [str(model["id"]) for model in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise EngineUnavailable(f"{models_url} does not say which models there are ({error}): give name=…") from error
+    # Never the first of several: servers list adapters and aliases beside the model, in any order, and the wrong one
+    # would be measured without a word.
     if len(names) != 1:
         raise UsageError(f"{url} has the models {', '.join(names) or 'none'}: give one of them, name=…")
     return names[0]

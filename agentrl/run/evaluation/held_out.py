@@ -105,6 +105,8 @@ def schedule(
     failed. `step` is that of the weights (None: those that sample now). Returns its label."""
     purpose = label(held_out.name, when)
     earlier = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
+    # The label in the store is the memory of what was scheduled: a run that is killed between scheduling and playing
+    # goes on with the same groups instead of adding them a second time.
     if not store.groups.counts(purpose) or (earlier is not None and not earlier.n):
         store.groups.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
     return purpose
@@ -119,6 +121,8 @@ def finished(store: RunStore, purpose: str) -> bool:
 def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
     """The measured means; None if no episode has ended."""
     ended = [row for row in store.reads.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
+    # Episodes that infrastructure ended are left out of the mean and counted beside it (law 3). Counted as failures of
+    # the policy, a broken sandbox would look like a worse model.
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
     if not ended:
         return None

@@ -81,6 +81,8 @@ def measured(
         elif checkpoint is not None:
             roles: dict[str, str] = document["rollout"]["roles"]
             first = document["model"]  # who is frozen stays what the run began with
+            # "frozen" means the model that the run began with. Now that the model is the checkpoint, that has to be
+            # said by name, or the policy would be measured against itself.
             roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
             document["model"] = str(checkpoint)
             for table in document["roles"]:

@@ -179,9 +179,13 @@ class _ResultsFile:
             self._path.write_text(json.dumps({"of": self._of}) + "\n", encoding="utf-8")
             return {}
         of: dict[str, Json] = rows[0].get("of") or {}
+        # Everything that decides a result is in the first line and compared. A mean over episodes of two temperatures,
+        # or of two models under one name, would be nobody's score.
         if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
             problem = f"holds another evaluation ({', '.join(other)} differ)"
             raise UsageError(f"{self._path} {problem}: give another --out")
+        # By seed, the last line wins; failed episodes are left out and played again, as a failure of the server says
+        # nothing about the model (law 3).
         return {row["seed"]: row for row in self.finished()}
 
     def finished(self) -> list[dict[str, Json]]:
@@ -190,6 +194,8 @@ class _ResultsFile:
 
     def add(self, row: Mapping[str, Json]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
+            # A line at a time, appended: what was played at a server is paid for, and a crash may cost the episode
+            # under way and no other.
             file.write(json.dumps(row) + "\n")
 
     def _rows(self) -> Iterator[dict[str, Json]]:

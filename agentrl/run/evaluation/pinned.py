@@ -60,6 +60,8 @@ def keep(run: RunDir, version: WeightVersion, weights: Path) -> None:
     (shutil.copytree if weights.is_dir() else shutil.copyfile)(weights, draft / weights.name)
     if (proof := canary.beside(weights)).exists():
         shutil.copyfile(proof, canary.beside(draft / weights.name))
+    # Written beside and renamed: the supervisor looks at the folder all the time and takes whatever has a name of this
+    # form. A copy that was cut off by a crash has another name and is removed by the next one.
     draft.rename(root / f"{version.step}-{version.version}")
 
 
@@ -115,6 +117,8 @@ class PinnedEvaluations:
             await self.serve(pin)
             await self.writes(partial(_schedule, self.config(), pin))
             await self._until(partial(_measured, pin))
+        # Removed last. A run that dies before this line measures the version again at its next start and finds its
+        # episodes already there; one that removed it first might have no result and nothing to measure.
         shutil.rmtree(pin.folder, ignore_errors=True)
 
     async def _until(self, look: Callable[[RunStore], bool]) -> None:
