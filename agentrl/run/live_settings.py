@@ -45,6 +45,8 @@ def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tup
         if not differences:
             return {}
         wish = {"settings": {key: value for key, (_, value) in differences.items()}, "asked_s": time.time()}
+        # If somebody else made a request in between, everything above is done again: the two may contradict each other,
+        # and the second has to be checked beside the first.
         if WANTED_SETTINGS.swap(store, wanted, [*wanted, wish]):
             return differences
 
@@ -57,6 +59,9 @@ def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
         return None
     before = _now(store)
     after = _with(before, wanted)
+    # First the note, then the configuration, then the request goes. Whoever is killed in between does the same once
+    # more, with the same result; in the other order a crash after the first write would leave a setting that no row of
+    # changes explains.
     note(store, changes.changed(before, after), step)
     run.write_config(after, store)
     while not WANTED_SETTINGS.swap(store, now := WANTED_SETTINGS.of(store.meta), now[len(wanted) :]):

@@ -85,6 +85,8 @@ def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float
     if config.cluster.on_ray:
         return
     path = os.pathsep.join(entry for entry in sys.path if entry)
+    # A process of its own: a reset runs the user's code, which may exit, hang or take memory, and imports what a
+    # supervisor must not have loaded. Its own process group, so that whatever the environment has started ends with it.
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(min(task_s, config.rollout.step_deadline_s))],
         stdin=subprocess.PIPE,
@@ -153,6 +155,8 @@ def _memory_mb() -> float:
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
+        # /proc/meminfo is that of the machine, also inside a container whose limit is a tenth of it; there the kernel
+        # would kill the run instead of refusing it.
         free = min(free, (int((group / "memory.max").read_text()) - used) / (1 << 20))
     return free
 
@@ -193,6 +197,8 @@ async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> lis
                 continue
             if scope.cancelled_caught:
                 findings.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
+            # One task that works is enough for its source: the aim is to find what is broken for all. A broken row of a
+            # thousand is found, and named, while the run goes on.
             break
         findings += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
     return findings
@@ -233,6 +239,8 @@ async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
             hint = f"the prompt of {task.env}, seed {task.seed}, has {len(ids)} tokens: give more"
             raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
         if task.env == dataset_env.ID:
+            # Any answer will do: a reward function that lacks a column, or returns a string, fails at the first one it
+            # judges.
             await guard("step", lambda: step_results.act(env, "42", task))
     finally:
         with trio.move_on_after(5, shield=True):

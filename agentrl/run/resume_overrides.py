@@ -25,6 +25,8 @@ def change(run: RunDir, overrides: list[str]) -> None:
 
     Raises ConfigError for a setting that may not change, for fewer steps than the run has done, and for a bad value;
     UsageError while another process runs it."""
+    # Both locks of a supervisor: the one in the folder keeps out this machine, the one in the database every other that
+    # has the store by another path.
     with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
         open_store.own(run.store_path)
         before = run.config()
@@ -59,6 +61,8 @@ def _reopen(run: RunDir, before: RunConfig, store: RunStore) -> None:
     done = store.versions.current_version().step if stopped else before.train.steps
     started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
     if started is not None and ended is not None:
+        # As if training had just been interrupted: the report's time of training is then the sum of both parts, without
+        # the week in between.
         TRAIN_STARTED_S.set(store, time.time() - (ended - started))
         TRAIN_ENDED_S.set(store, None)
     for held_out in before.eval.sets:

@@ -42,6 +42,8 @@ from agentrl.store.run_values import ENGINE_URLS
 
 POLICY = "policy"  # as a teacher's url: the run's own engines
 
+# Accents, another script, an emoji, digits, runs of white space, code: places where tokenizers with the same words
+# differ.
 _PROBE = "A probe: naïve 東京 🙂 x_1 += 3.14e-2;\n\n\tdef f(x): return {'a': [1, 22, 333]}"
 
 
@@ -117,6 +119,8 @@ async def _check_tokens(config: RunConfig, settings: RewardSource, client: Scori
     folder = model_dir(config.model)
     ours, size = Renderer(folder).tokens(_PROBE), vocabulary(folder)
     try:
+        # The last id of the policy's vocabulary: a teacher with a smaller one refuses it here, and not in the first
+        # turn that samples such a token.
         await client.logprobs([0, ours[0] if size is None else size - 1])
     except AgentRLError as error:
         hint = f"it does not say how probable the tokens of {config.model!r} are ({error})"
@@ -142,6 +146,8 @@ def _client(
         model=settings.model,
         api_key=config.engine.key_of(url) if settings.url == POLICY else settings.api_key(),
         concurrency=settings.concurrency,
+        # Less than the caller's own deadline, so that a slow server is named by its URL and not as "the source did not
+        # answer".
         deadline_s=0.9 * settings.call_deadline_s,
         transport=transport,
     )
@@ -162,6 +168,8 @@ def declare(config: RunConfig, store: RunStore) -> None:
             Source(
                 name=source.source,
                 version=_FIRST_VERSION,
+                # A teacher's score is a column of log-probs for the loss, not a reward: with a weight its mean would be
+                # added to every turn's reward as well.
                 weight=0.0 if source.kind == "teacher" else source.weight,
                 deadline_s=source.deadline_s,
                 late=source.late,

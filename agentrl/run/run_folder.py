@@ -94,6 +94,8 @@ class RunDir:
     @property
     def scratch(self) -> Path:
         """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
+        # Shared memory by default: a weight file is written and read once a step, by processes of one machine, and need
+        # not survive them. On a disk each step would write the model to it.
         root = Path("/dev/shm")
         if not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
@@ -101,6 +103,8 @@ class RunDir:
             config = self.config()
             shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory
             root = Path(config.scratch_dir or shared)
+        # From the run's path, so that a next start finds and clears what a killed one has left, without a file that
+        # says where it was.
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{scratch_prefix()}{name}"
 
@@ -120,6 +124,8 @@ class RunDir:
             with run.lock():
                 open_store.remove(run.store_path)
                 shutil.rmtree(path)
+        # Never into a folder that holds something else, and `--overwrite` removes runs alone: a mistyped `--out` of
+        # somebody's home is a message.
         elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
         try:
@@ -180,6 +186,7 @@ class RunDir:
     def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
+        # The store first: the file is for people and can be made again from the store, which every process reads.
         CONFIG.set(store, text)
         new_file = self.path / "config.json.new"
         new_file.write_text(text, encoding="utf-8")
@@ -228,6 +235,9 @@ class _Lock:
         deadline = time.monotonic() + _DEAD_S
         while True:
             try:
+                # flock and not a file that is made with O_EXCL: the kernel gives it up with the last descriptor,
+                # however its holder dies. The janitor inherits the descriptor, so the lock outlives a killed supervisor
+                # for exactly as long as there is something to clean up.
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

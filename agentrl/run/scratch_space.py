@@ -35,9 +35,12 @@ class ScratchSpace:
     def owned(self, lock: int) -> Generator[Mapping[str, str]]:
         """The scratch space of the process that holds the run's `lock`. When it is dead, processes with the yielded
         variable in their environment may end by themselves; after a grace period they are killed."""
+        # Other runs' leftovers too: shared memory is the machine's RAM, and a run that was killed together with its
+        # janitor may never be started again.
         for leftover in self.path.parent.glob(f"{scratch_prefix()}*"):
             _reap(leftover)
         frees, variables = self._frees_engines()
+        # Before anything is made: a supervisor that is killed in the next line already has somebody who cleans up.
         janitor = Janitor(self.path, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
         try:
             self.make()

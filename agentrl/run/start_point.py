@@ -53,10 +53,17 @@ def start_point(run: RunDir, store: RunStore, progress: Callable[[], None] = lam
     step = 0 if checkpoint is None else step_of(checkpoint)
     saved = [entry for folder in complete(run.checkpoints) if (entry := _saved(folder)) is not None]
     buffer = run.config().buffer
+    # The order of these calls is the repair. First the episodes that the folders list and the store lacks, or the next
+    # call would mark a step as trained whose members are still waiting. Then the row of a folder that was renamed just
+    # before a kill. Then everything beyond the checkpoint is undone. Each call does nothing if there is nothing to do,
+    # so a start that is killed in between is repeated whole (law 2): `tests/store/test_power_loss.py`,
+    # `tests/run/test_rundir.py`.
     store.recovery.reconcile(saved, max_lag=buffer.max_lag)
     recorded = store.lineage.latest_checkpoint()
     if checkpoint is not None and (recorded is None or recorded.step < step):
         store.lineage.checkpoint(step, _version(store, step), checkpoint)
+    # Only if something stands beyond it: a rollback begins a new attempt, and a start that undid nothing would count as
+    # one.
     if store.lineage.stands_beyond(step):
         cost = _cost(step, store.metrics.values("step", after=step))
         attempt = store.lineage.rollback(step, ahead=buffer.groups_ahead)

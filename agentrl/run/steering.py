@@ -29,6 +29,8 @@ def pause(run: RunDir, *, now: bool) -> str:
         raise UsageError(f"{run.path} is not under way: there is nothing to pause")
     with RunStore.open(run.store_path) as store:
         before = PAUSED.of(store.meta)
+        # A second `agentrl pause` without `--now` does not weaken the first: its turns have stopped already. The time
+        # since when stays, too.
         at_once = now or bool(before.get("now"))
         PAUSED.set(store, {"since_s": before.get("since_s", time.time()), "now": at_once})
     turns = "turns under way stop, and keep their tokens" if at_once else "turns and a step under way end first"

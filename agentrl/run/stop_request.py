@@ -18,6 +18,8 @@ class StopRequest:
     interrupt: str | None = None
     error: RunFailed | None = None
 
+    # Plain assignments, without a lock: they come from any thread, the first one counts, and whoever reads looks again
+    # in a quarter of a second.
     def ask_to_finish(self, reason: str) -> None:
         self.finish = self.finish or reason
 

@@ -140,6 +140,8 @@ class Supervisor:
         models = [self.start.model_of(role, self.config) for role in (None, *self.config.role_models)]
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
+        # Before anything starts: the addresses of the last life's engines would be taken for this one's by workers that
+        # come up first.
         await self._with_space(_go_on)
         data_sets = data_sets_of(self.config)  # without any nothing is read, and nobody waits for a thread
         digests = await trio.to_thread.run_sync(digests_of, self.config) if data_sets else {}
@@ -156,6 +158,8 @@ class Supervisor:
         learned = learned if apart else self.children.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
+        # An environment in which not one held-out episode can be played will not train either. Ten minutes here are
+        # cheaper than a night in which the failure budget is spent.
         if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
             await self._show()
             raise RunFailed(f"{why}{self._more}")
@@ -165,6 +169,7 @@ class Supervisor:
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
             bounds = bounds_of(self.config)
+            # Made in the store's thread, since making one reads rows: pivots look for what was forked before.
             admitter = await self.writes(
                 lambda store: Admitter(
                     store,
@@ -188,6 +193,8 @@ class Supervisor:
                     finishing = True
                 elif tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
                     await self._with_space(_enter("drain"))
+                # One tick does everything that has to be looked at, a quarter of a second apart: no task of its own for
+                # each deadline, whose order at the end of a run would be another race.
                 await self._tick(progress)
             admission.cancel_scope.cancel()
         if self.stop.error is not None:
@@ -289,6 +296,9 @@ class Supervisor:
         before, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
         if before is not None:
             passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
+            # Two clocks that should run alike do not: the wall clock was set, or this process was stopped or suspended.
+            # Either way the episodes did not have that time, and their deadlines move along instead of expiring all at
+            # once (law 3).
             if abs(passed_s - own_s) > _JUMP_S:
                 await self._with_space(lambda store: store.deaths.shift_deadlines(passed_s - own_s))
 
@@ -325,6 +335,8 @@ class Supervisor:
         await self._follow_the_clock()
         await self._follow_settings()
         await self._look_at_pause()
+        # While every engine restarts nothing can move, and the restart budget bounds that time. Counted here as well, a
+        # start of a large model that takes longer than the stall deadline would end the run that is being repaired.
         excused = self._paused_at is not None or self.children.engines_are_restarting
         progress.saw(await self.writes(_progress), excused=excused, children=self.children)
         if self._paused_at is None:
@@ -432,6 +444,8 @@ async def supervise(
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
+    # A key for each life of the run, in memory and in the children's environment alone: written to the run's folder it
+    # would be in every copy of it.
     config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
     alone = open_store.supervising(run.store_path)
     with run.lock() as lock, ScratchSpace(run).owned(lock) as mark, alone as still_alone, _sockets(config) as sockets:
@@ -441,6 +455,8 @@ async def supervise(
         try:
             is_checked = threading.Event()
             heartbeat.mark_while(lambda: store.waits or not is_checked.is_set())
+            # Once at the start, before anything relies on a row: a page that a disk has changed would otherwise be met
+            # hours later, by whichever process reads it.
             store.refuse_damage()
             is_checked.set()
             went_back = WENT_BACK.of(store.meta)
@@ -473,6 +489,8 @@ async def supervise(
                     await _forget_objects(config, looks)
                 nursery.cancel_scope.cancel()
         finally:
+            # What is left, summary and plot, has no deadline: a parent that keeps this process alive must not take it
+            # for hung.
             heartbeat.retire()
             reader.close()
             store.close()

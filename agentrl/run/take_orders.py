@@ -45,6 +45,8 @@ def returns_of(config: RunConfig) -> Returns:
             discount=algo.turn_discount,
             frozen=frozenset({*config.rollout.frozen_roles(), *past}),
             quorum=config.quorum,
+            # Skipping is only sound if equal returns leave nothing to learn, for every algorithm that judges a role:
+            # one that distils a teacher learns from groups without any spread.
             skips=all(judge.judges_returns for judge in (algo, *roles.values())),
             by_role=tuple((role, judge.process_weight, judge.turn_discount) for role, judge in roles.items()),
         )

@@ -25,6 +25,8 @@ from agentrl.store.run_values import ROWS_DIGESTS
 _DIGESTS = "rows_digests"
 """The row of the store with the digest of each data set, as the run last began or went on with it."""
 
+# More than a run plays, so that two runs which differ in their seed alone share no task. Held-out seeds begin far
+# above, at a billion.
 _APART = 1_000_003  # distance between the task seeds of two runs
 
 

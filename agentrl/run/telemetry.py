@@ -31,6 +31,8 @@ class Telemetry(Closing):
         self._store, self._path, self._process, self._clock = store, Path(jsonl_path), process, clock
         self._attempt, self._torn = store.lineage.attempt, False  # whether a disk took a part of the last line
         try:
+            # O_APPEND and one `write` for each line: the kernel puts each whole line at the end, whoever else writes. A
+            # buffered file would cut lines where its buffer ends.
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise StoreError(f"{self._path}: cannot be written: {error.strerror}") from error
@@ -54,6 +56,8 @@ class Telemetry(Closing):
         line |= {key: finite(value) for key, value in values.items() if key not in line}
         data = json.dumps(line).encode() + b"\n"
         try:
+            # A disk that fills up takes a part of the line. The next line begins with a line break then, so that one
+            # record is lost and not two.
             self._torn = os.write(self._fd, b"\n" * self._torn + data) < len(data)
             if self._torn:
                 raise DiskFull(f"{self._path}: no space left for a whole line: free some")

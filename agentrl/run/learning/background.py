@@ -28,7 +28,11 @@ class TorchThread:
         """Make the call on the thread, after all calls before it. Returns its result and raises its error."""
         ended, token = trio.Event(), trio.lowlevel.current_trio_token()
         future = self._thread.submit(call)
+        # The thread wakes the loop, and the loop never waits for the future itself: a second thread that blocks in
+        # `future.result` for every call would only hand the wake-up on.
         future.add_done_callback(lambda _: token.run_sync_soon(ended.set))
+        # If the caller left at once, the next call would queue behind a step that nobody awaits any more, and a process
+        # that ends would tear CUDA down under a kernel that still runs.
         with trio.CancelScope(shield=True):
             await ended.wait()
         return future.result()
@@ -46,6 +50,8 @@ class Job:
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
+        # Not BaseException: a cancellation belongs to trio, and a job that kept it as its result would never end its
+        # nursery.
         except Exception as error:
             self.error = error
         finally:

@@ -24,6 +24,8 @@ class CurrentSettings:
         after = await self._calls(lambda store: live_settings.take_up(self._run, store, step))
         if after is None:
             return False
+        # Two configurations: the one that is written has the user's ranks, the one that holds has those that a
+        # controller gave. Written back, the controller's number would look like the user's wish at the next resume.
         self._as_written, self.config = after, with_ranks(after, self._ranks)
         return True
 

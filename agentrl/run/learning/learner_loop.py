@@ -71,6 +71,8 @@ class LearnerLoop:
         except StoreError:
             raise
         except Exception:
+            # Asked after a failure, as whatever failed may be the other learner's doing: it removes files that are
+            # being written here.
             await self.calls(lambda store: store.lineage.still_leads())
             raise
 

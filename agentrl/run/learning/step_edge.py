@@ -42,6 +42,7 @@ class StepEdge:
         if not await self._settings.refresh(self._learner.step_index + 1):
             return None
         config = self._settings.config
+        # Here and nowhere else: between two steps no gradient is half summed, so one step never has two learning rates.
         await self._torch.run(partial(self._learner.retune, config.learner))
         self._checkpoints.train = config.train
         max_lag = self._bound.resize(config.buffer.max_lag)
@@ -53,6 +54,9 @@ class StepEdge:
         ranks, wanted = self._learner.ranks.size, await self._settings.requested_ranks()
         if wanted == ranks:
             return
+        # In this order a learner that dies on the way loses nothing new: the engines have the weights, then a
+        # checkpoint has them, then the process ends. Ranks cannot change within a process, since the process group of
+        # torch has a fixed size.
         await self._pushes.settle()
         if self._learner.trained:
             await self._checkpoints.start(await self._calls(lambda store: store.versions.current_version()))

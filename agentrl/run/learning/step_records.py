@@ -37,6 +37,8 @@ class StepRecords:
     ) -> tuple[dict[str, Any], Sequence[Raised]]:
         """The row of a step that was trained under the bound `max_lag`, and its alarms."""
         taken = [group.id for group in batch.groups if not group.skipped]
+        # With the row, since the store keeps no weight of a group: `agentrl retrain` has to repeat a step of a
+        # prioritised order exactly.
         weights = {str(group.id): group.weight for group in batch.groups if group.weight != 1.0}
         row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
         row |= {"held_s": batch.held_s, "wall_s": self._wall_s(batch.paused_s)}
@@ -58,6 +60,8 @@ class StepRecords:
         """Let the lag bound of the next step follow from the alarms of this one, and record the hashes of its weights,
         which `agentrl retrain` compares with its own. Only the store has them: they are no curve."""
         after = self._bound.after(alarms)
+        # In the store before the next batch is taken: admission reads it there, and a bound that only the learner knew
+        # would let workers play episodes that it then refuses.
         await self._calls(lambda store: MAX_LAG.set(store, after))
         values = {"hashes": list(hashes.values()), "with": circumstances(self._settings.config.train)}
         await self._calls(lambda store: store.metrics.record("weights", step, values))

@@ -46,6 +46,8 @@ class StoreCalls:
             try:
                 return await attempt()
             except DiskFull:
+                # Each refused attempt is a sign of life: waiting for space has its own deadline, and the heartbeat's
+                # would end a learner that does the right thing.
                 self._mark()
                 raise
 

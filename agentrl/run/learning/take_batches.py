@@ -82,6 +82,8 @@ class BatchTaker:
                 self._patience.holds(False, now)
                 paused_s += await self._stand_still()
                 continue
+            # At each look and not only between steps: a controller gives the learner's place away when it starves, and
+            # a learner that starves begins no step.
             await self._edge.make_way()
             if phase == "drain":
                 ready = await self._calls(lambda store: store.buffer.ready_count())
@@ -117,11 +119,15 @@ class BatchTaker:
     @property
     def _late_s(self) -> float:
         """The longest wait for late members, in seconds."""
+        # Half of the stall deadline at most: the last step waits for late members without any progress that the
+        # supervisor could count, and must begin before it is taken for a run that stands still.
         return min(self._group_deadline_s, self._stall_deadline_s / 2)
 
     def _look(self, store: RunStore, step: int, size: int, now: float) -> list[Group] | None:
         """The groups of `step`, taken at `now`; None if there are too few, or the step may not begin yet."""
         buffer = store.buffer
+        # Only before the last step: everywhere else a late member simply rides with a later step. No later step follows
+        # here, and to drop the members that ran longest would bias the end of every run towards short episodes (law 5).
         if step >= self._steps and now <= self._whole_at + self._late_s and buffer.late_open():
             if buffer.ready_count() >= size:
                 self._whole_at = min(self._whole_at, now)

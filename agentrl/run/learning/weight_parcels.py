@@ -63,6 +63,8 @@ class ParcelMaker:
 
     def write_files(self) -> WrittenWeights:
         """Write the current weights for the engines of each policy: a file each, or the adapters alone."""
+        # A name that was never used: an engine may still be reading the file of the step before, and the version is
+        # minted only once the file is complete, so its number cannot be the name yet.
         path = self._folder / str(time.time_ns())
         if self._sends_adapters:
             self._learner.export_adapter(path)

@@ -99,6 +99,8 @@ class WeightPush:
         else:
             written = await self._torch.run(self._parcels.write_files)
             self._mark()
+            # Minted after the file is whole: a version in the store with half a file would be loaded by an engine that
+            # starts right then.
             version = await self._calls(lambda store: store.versions.mint_version(step, written.path))
             parcels = await self._torch.run(lambda: self._parcels.of_files(version, written))
             lock = None if self._turns is None else await self._turns.end()
@@ -115,6 +117,8 @@ class WeightPush:
         return trio.current_time() - started
 
     def _beat(self, started: float) -> None:
+        # A wait for engines is a sign of life for a bounded time only. Marked for ever, a push that hangs in a call
+        # without a deadline would keep a dead learner alive (law 4).
         if trio.current_time() - started < self._patience_s:
             self._mark()
 
@@ -127,6 +131,8 @@ class WeightPush:
         elif trio.current_time() >= self._resend_at:
             self._resend_at = trio.current_time() + _RESEND_S
             version = await self._calls(lambda store: store.versions.current_version())
+            # Only if the weights in memory are those of the current version: after an update that was not pushed yet
+            # they are not, and engines would be given newer weights under an older number (law 1).
             if version.step == self._parcels.step and await self._publisher.behind(version.version):
                 parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
                 self.under_way = Job(self._nursery, partial(self._send, version, parcels, {}))
@@ -166,6 +172,8 @@ class WeightPush:
         parcel = parcels[None]
         if row and isinstance(parcel, Parcel):
             await self._calls.write_file(lambda: self._pin(version, parcel.path))
+        # The pin came before the confirmation: a learner that is killed in between must not leave a version that counts
+        # as served and that no evaluation can measure any more.
         await self._calls(lambda store: store.versions.confirm_version(version))
         if row:
             values = {**row, **costs, "version": version.version}

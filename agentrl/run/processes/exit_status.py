@@ -22,6 +22,8 @@ _FINAL = (RunFailed, StoreBusy, StoreDamaged)
 def run_role(role: str, main: Callable[[], None]) -> int:
     """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status. If several errors
     were raised at once, the line is the most important one; the log has them all."""
+    # Ctrl-C goes to the whole terminal's foreground group. The supervisor alone answers it and ends its children in
+    # order; a learner that died of it in the middle of a write would be a crash.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         main()
@@ -29,6 +31,8 @@ def run_role(role: str, main: Callable[[], None]) -> int:
         error = matters(raised)
         if isinstance(error, SystemExit) and error.code in (0, None):
             return 0
+        # An OSError from any library, torch's file writer for one, may be a full disk. Its own exit status keeps it
+        # from costing a restart: the next process would find the same disk.
         if is_full(error) and not isinstance(error, DiskFull):
             error = DiskFull(f"no space left on the disk: free some ({error})")
         if isinstance(error, AgentRLError):
@@ -48,6 +52,8 @@ def give_up(role: str, why: str) -> None:
     leave_note(why)
     with suppress(OSError):
         print(f"agentrl {role}: {why}", file=sys.stderr, flush=True)
+    # Not `sys.exit`, which raises in this thread alone: the one that hangs, in a collective of NCCL for example, would
+    # keep the process.
     os._exit(1)
 
 

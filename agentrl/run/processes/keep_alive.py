@@ -66,6 +66,8 @@ def keep_training(
 
     def command() -> list[str]:
         nonlocal began
+        # Decided at each start: a supervisor that died before it made the store has nothing to resume, and the words
+        # that were typed are given once more.
         began, again = True, began and RunDir(path).store_path.exists()
         chosen = ["train", "--resume", str(path)] if again else words
         return [sys.executable, "-c", "from agentrl.cli.main import main; main()", *chosen]

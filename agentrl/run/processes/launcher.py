@@ -122,6 +122,8 @@ class LocalProcess(heartbeat.Here):
 
     async def wait(self) -> int:
         status = await trio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
+        # The process has ended, and what it started may not have: tools of an environment, workers of an engine. Until
+        # they are gone, the next process of this name could meet them at its port or its GPU.
         await end_group(self.process.pid)
         return status
 
@@ -152,6 +154,9 @@ class Local:
         with command.log.open("ab") as log:
             process = subprocess.Popen(
                 json_log.wrapped(argv, command.log.stem) if command.json else argv,
+                # The lifeline. The kernel closes the pipe however this process ends, SIGKILL included, which no handler
+                # and no `atexit` survives. PR_SET_PDEATHSIG would do for a direct child on Linux alone, and fires when
+                # the thread that forked ends, not the process.
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -52,6 +52,8 @@ from agentrl.tokens import staleness
 
 def learn(path: Path) -> None:
     """Train the run at `path` from its newest checkpoint to its last step. Exits at once when its owner is gone."""
+    # At once and without cleaning up: a learner without a supervisor must not write a checkpoint beside the one of its
+    # successor, and everything that it has finished is in the store already.
     watch_lifeline(lambda: os._exit(70))
     run = RunDir.open(path)
     store = RunStore.open(run.store_path, away_s=run.config().cluster.store_deadline_s)
@@ -81,6 +83,8 @@ class _Process:
     async def main(self) -> None:
         run, store, as_written = self._run, self._store, self._run.config()
         self._calls = calls = StoreCalls(store, self._mark, deadline_s=as_written.train.stall_deadline_s)
+        # The very first thing: from here on a learner that was taken for dead and is not cannot change anything, also
+        # not while this one still loads its model.
         await calls(lambda store: store.lineage.lead())
         start = await calls(lambda store: start_point(run, store, self._mark))
         requested = await calls(lambda store: scale_requests.ranks(as_written, store.meta))
@@ -139,6 +143,8 @@ class _Process:
     def _turns(self, config: RunConfig) -> Turns | None:
         if not config.engine.colocated:
             return None
+        # Sleep level 2 drops the engine's weights, which the next push brings anyway. With adapters the weights below
+        # them are never sent again, so level 1 keeps them in host memory.
         level = 1 if config.sends_adapters else 2
         return Turns(config.engine, self._run.locks, self._torch, self._mark, level=level)
 

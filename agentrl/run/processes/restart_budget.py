@@ -38,12 +38,16 @@ class RestartBudget:
 
     async def spend(self, why: str) -> None:
         """Record that the child ended; returns when it may be started. Raises RunFailed if the budget is spent."""
+        # Between signs of one life, so a life that gives a single sign and then hangs has lasted no time at all.
+        # `tests/run/test_restart.py` adds up no signs of two lives.
         if self._last_sign - self._first_sign >= self.window_s:
             self._spent = 0
         self.begin()
         if self._spent >= self.allowed:
             raise RunFailed(f"{why} (started again {self.allowed} times, never well for {self.window_s:g} s)")
         if self._spent:
+            # 4, 8, 16, 32 s: a minute in all. Five restarts at once would all fall into the same outage of a disk, a
+            # driver or a name server.
             await trio.sleep(_PAUSE_S * 2 ** (self._spent - 1))
         self._spent += 1
 

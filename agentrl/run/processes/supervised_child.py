@@ -79,6 +79,8 @@ class Child:
 
     def kill(self, why: str) -> None:
         """End it at once with its group, and write `why` as its error. Does nothing if it has ended already."""
+        # Only of a process that lives: otherwise the line of a hang would replace the one that it left itself as it
+        # failed, and that one says more.
         if self._process is not None and self._process.poll() is None:
             self.error_path.write_text(why + "\n")
             self._process.kill(group=True)
@@ -96,6 +98,8 @@ class Child:
             return
         with trio.CancelScope(shield=True):
             process.terminate()
+            # Time to hand episodes back and to close boxes; shorter than what a supervisor is left by whoever ends it,
+            # or nobody would be there to send the SIGKILL.
             with trio.move_on_after(_GRACE_S):
                 await self.wait()
             process.kill()

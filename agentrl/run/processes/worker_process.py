@@ -73,6 +73,8 @@ def serve(path: Path, index: int) -> None:
 async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     shared_backend.configure(config.sandbox.arguments())
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+    # A second handle that only reads: a look at the phase or at the current version must not queue behind a commit, and
+    # must return at once if the database is away.
     reader = RunStore.read(run.store_path, away_s=0)
     store = JournalWriter(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     heartbeat = Heartbeat.of_process()
@@ -121,6 +123,8 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             await _record_notices(store, last=True)
             for engine in (context.engine, *context.frozen.values(), *([] if pinned is None else [pinned])):
                 await engine.aclose()
+        # After the engines: closing writes what is still queued, and a turn that is cut off in the line above posts its
+        # last tokens there.
         await store.aclose()
         telemetry.close()
         reader.close()
@@ -176,6 +180,8 @@ class RunView:
         current."""
         try:
             current = (await self._current()).version
+            # Newer than current is fine if this run minted it: an engine may already serve what the learner has not
+            # confirmed yet. A number that is unknown is another run's, and its tokens could not be journaled.
             return version == current or (
                 version > current and await self.looks(lambda store: store.versions.knows_version(version))
             )
@@ -189,6 +195,8 @@ class RunView:
             try:
                 if not await self.looks(lambda store: store.versions.knows_version(version)):
                     return False
+            # Not "unknown": a turn that is already sampled would be thrown away because a database restarts. The
+            # journal waits for it, and refuses the turn then if the version really is unknown.
             except StoreAway:
                 return True
             self._minted.add(version)
@@ -222,6 +230,8 @@ async def _follow(
     seen = 0  # a change may have come while this process started
     while True:
         await trio.sleep(_FOLLOW_S)
+        # Everything here is looked at again in a second. An error would end all episodes of the worker for want of a
+        # row that says nothing new.
         with suppress(StoreError):
             fleet_view = await sight.looks(partial(known_of, sight.config))
             for role, fleet in fleets.items():

@@ -150,6 +150,7 @@ class FailureLines:
         self._counted, self._looked = counts.failed, now
         new = store.metrics.failed_tasks(after_s=self._after_s)
         for failure in new:
+            # By the time of the ends and not by ids: an episode with a low id may fail last, and would never be named.
             self._after_s = max(self._after_s, failure.last_s)
             reason, place = split_place(failure.detail or failure.reason.value)
             kind = (failure.task.env, place or reason)

@@ -61,6 +61,8 @@ class WaitLines:
         step, ready = store.versions.current_version().step, store.groups.counts().get(GroupState.SCORED, 0)
         enough = ready >= supervisor.config.buffer.groups_per_step
         state = (step, enough)
+        # The pair, not the step alone: from "groups are missing" to "enough groups are there" somebody else is to
+        # blame, and has its own thirty seconds.
         if state != self._state:
             self._state, self._since, self._next_s = state, now, _LONG_S
         if now - self._since < self._next_s:
@@ -127,6 +129,7 @@ class _Alerts:
         if moved(row):
             self._rows, self._standing, self._warned = [], 0, 0
             return
+        # Bounded: a run that learns nothing for a week would otherwise keep every row of it in memory to say so.
         self._rows = [*self._rows[1 - _STANDING :], row]
         self._standing += 1
         standstill = no_signal(self._rows)

@@ -72,6 +72,8 @@ class Table(Sequence[dict[str, Any]]):
             name: [json.dumps(value) if isinstance(value, dict | list) else value for value in values]
             for name, values in self.columns().items()
         }
+        # The whole column decides its type: polars looks at the first hundred rows by default, and a metric that
+        # appears at step 200 would be an error.
         return polars.DataFrame(columns, strict=False, infer_schema_length=None)
 
 

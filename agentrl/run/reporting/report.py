@@ -129,6 +129,8 @@ def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
     """Draw `curves.png`: training reward and held-out success by step, staleness and waiting below."""
     import matplotlib
 
+    # Without a display: a backend that opens windows would fail on the machine in which runs end most often, one
+    # without a screen.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

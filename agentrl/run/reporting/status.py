@@ -63,6 +63,9 @@ def holder(run: RunDir) -> Holder:
     try:
         with run.lock_path.open() as lock:
             with suppress(BlockingIOError):
+                # The lock is the truth about whether a run lives: the kernel frees it with the process. A file with a
+                # process id would name whoever has that number today. Shared, so that two who look at one time do not
+                # take each other for a run.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return Holder("nobody")
             pid = runs_here(lock.read())
@@ -138,6 +141,8 @@ def status(
 
 def eta_s(rows: Sequence[Metric], steps: int) -> float | None:
     """Seconds until optimizer step `steps`, by the median time of the last ones; None before there are two."""
+    # The median: one step with a checkpoint, a pause or a restart would move the mean, and the estimate with it, for
+    # twenty steps.
     gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_PACE:])]
     return median(gaps) * max(0, steps - rows[-1].step) if gaps else None
 

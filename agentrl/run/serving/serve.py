@@ -30,6 +30,8 @@ def key_of(variable: str | None, *, none: bool) -> EngineKey | None:
     if none:
         return None
     if variable is None:
+        # A key by default: whoever reaches an engine's port can push weights to it, and a shared machine has other
+        # users.
         return EngineKey.of(EngineKey.fresh().value)
     if not (value := os.environ.get(variable)):
         raise UsageError(f"--api-key-env {variable}: this environment variable is not set: export it")
