@@ -47,6 +47,8 @@ class League:
         # A member that a restart undid stays at the engines: an episode may have begun against it.
         self._joined = {version: folder for version, folder in folders(run).items() if _stands(store, version)}
         announced = {member.version for member in from_json(LEAGUE.of(store.meta))}
+        # Members that were on disk before a kill and that nobody announced wait again: they are made known with the
+        # next push, so a crash between the two only delays them.
         self._waiting = {version: folder for version, folder in self._joined.items() if version not in announced}
         self._table: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
         for row in store.metrics.values("step"):
@@ -67,6 +69,8 @@ class League:
         draft = self._root / f".draft-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         shutil.copytree(checkpoint / "adapter", draft)
+        # Whole or not at all: `folders` takes every folder with a number for a name, also one that a killed copy has
+        # left half done.
         draft.rename(folder)
         self._joined[version.version] = self._waiting[version.version] = folder
 
@@ -79,6 +83,8 @@ class League:
                 for url in urls:
                     async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
                         await adapters.load([client], folder, version, kept=True, deadline_s=engine.admin_deadline_s)
+            # Not an error of the run: a member that one engine lacks is not made known, so no turn asks for it, and the
+            # next push tries again.
             except EngineError:
                 break
             del self._waiting[version]
@@ -89,6 +95,8 @@ class League:
                 for url in urls:
                     async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
                         await adapters.forget([client], version, deadline_s=engine.admin_deadline_s)
+            # Known to nobody by now, since the list of members was written first: a turn that drew it in between would
+            # ask engines for an adapter that is gone.
             shutil.rmtree(folder)
 
     async def _write_members(self) -> None:
@@ -123,6 +131,8 @@ class League:
             scored = [] if group.skipped else [member for member in group.trajectories if member.scored]
             if not scored or not (roles := self._played_by_past_selves(group)):
                 continue
+            # Who was met is read from the turns, not drawn again: the rule may look at results, which have changed
+            # since the group drew.
             met = [version for member in scored if (version := opponent_of(member, roles)) is not None]
             version = met[0] if met else self._drawn(group, roles)
             for member in scored:

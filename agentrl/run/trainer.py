@@ -156,6 +156,8 @@ class Trainer:
         try:
             return finish_training(run, _shown(view, quiet), self._callbacks)
         except AgentRLError:
+            # A run that never played an episode is removed, so that the corrected command can be given again as it was;
+            # its logs stay, as they say why. One that has played anything is kept, whatever went wrong.
             if not began(run):
                 run.discard()
             raise
@@ -250,6 +252,8 @@ def _pinned(config: RunConfig) -> RunConfig:
 
     def pinned(model: str) -> str:
         digests.check(Path(model))
+        # Resolved once: "the newest checkpoint of that run" would be another model for an engine that is started again
+        # an hour later.
         return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
 
     roles = [role.model_copy(update={"model": pinned(role.model)}) if role.model else role for role in config.roles]
@@ -273,6 +277,7 @@ def check_startable(config: RunConfig) -> None:
     from agentrl.engine.sglang import server_launch
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
+    # `find_spec` and no import: importing torch takes seconds and gigabytes, in a process that never computes.
     for package in _TRAINING:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"training needs {package}, which is not installed: {install_command('train')}")
@@ -286,6 +291,7 @@ def check_startable(config: RunConfig) -> None:
         (server_start.visible if sglang else check_gpus)(taken)
     if sglang and not config.engine.urls and not config.cluster.on_ray:
         server_launch.find_build()
+    # The cheap checks first, those that start processes or open sockets last: a typing mistake is reported in a second.
     take_order(config)
     renderer_of(config)
     check_arguments(config)
@@ -321,6 +327,8 @@ def _check_ranks(config: RunConfig) -> None:
 
 def _check_memory(config: RunConfig) -> None:
     """Refuse a learner that its GPU cannot hold. Asks a process of its own, which loads torch."""
+    # In a process of its own, as it loads torch, which a supervisor must not have: a process with CUDA cannot fork, and
+    # holds memory for as long as it lives.
     command = [sys.executable, "-m", "agentrl.planning.plan"]
     try:
         request = configuration.to_json(config)

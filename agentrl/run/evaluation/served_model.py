@@ -66,11 +66,16 @@ class ServedModel:
         try:
             answer = await self._request(messages, tools)
         except EngineRefusal as error:
+            # Only after a first answer: a first prompt that does not fit is the task's or the server's doing, and
+            # nothing that the model could be scored for (law 3).
             if error.context_full and self._has_answered:
                 raise ContextFull(str(error)) from error
             if self._has_answered and self._returns_thoughts and any(_has_thoughts(message) for message in messages):
                 # Some servers refuse the very field that they answer with. Only a try can tell: they agree on no words.
                 answer = await self._request_without_thoughts(messages, tools, error)
+            # Servers without tools say so in words of their own, with a status that says nothing. So the one word that
+            # all of them use is looked for, once, before the first answer; a wrong guess costs one request, which is
+            # refused again.
             elif not self._has_answered and not self._writes_calls_as_text and tools and "tool" in error.reason:
                 warnings.warn(f"{error}: its model reads the tools as text, and writes calls so", stacklevel=2)
                 self._writes_calls_as_text = True
@@ -143,6 +148,8 @@ class ServedModel:
     def _was_cut(self, answer: ChatCompletion) -> bool:
         """Whether a limit of tokens ended an answer. Raises EngineBroke if the server broke it off."""
         reason = (answer.finish_reason or "stop").lower()
+        # A server that breaks an answer off has failed, and what arrived is not what the model would have written:
+        # scored, it would be a cut answer of the model's.
         if reason in _BROKEN:
             raise EngineBroke(f"{self._client.url} broke its answer off: finish_reason {answer.finish_reason!r}")
         if reason not in _ENDED and reason not in _CUT:
@@ -232,6 +239,8 @@ def _clean(value: Any, depth: int = _DEEPEST) -> Any:
         return clean_text(value)
     if not isinstance(value, dict | list):
         return value
+    # The model's arguments may be nested a million deep by a repeated bracket, and every reader of JSON after us
+    # recurses.
     if depth == 0:
         return "[nested too deeply]"
     if isinstance(value, list):

@@ -27,6 +27,8 @@ class Advice:
     def typed(self, path: object) -> list[str]:
         """Command lines to type, the likeliest fix first. A setting that a run keeps for its life needs a new run."""
         lines: list[str] = []
+        # What cannot change at a resume is not proposed for one: the command that a person copies from here has to
+        # work.
         for_new_run = [setting for setting in self.settings if not at_a_resume(setting.partition("=")[0])]
         if now := [setting for setting in self.settings if setting not in for_new_run]:
             lines.append(f"agentrl train --resume {quote(str(path))}{_set(now)}")

@@ -178,6 +178,8 @@ def host_fails(facts: RunFacts) -> Advice | None:
     ended = sum(host.ended for host in facts.hosts.values())
     broken = sum(host.failed for host in facts.hosts.values())
     for name, host in facts.hosts.items():
+        # A host that plays most episodes has most failures. It is to blame only if it is unlikely that failures which
+        # strike any episode alike all fell on it: its share of the episodes, to the power of its failures.
         of_one = host.failed >= max(_LEAST_FAILED, _OF_ONE * broken)
         if of_one and share(host.ended, ended) ** host.failed <= _CHANCE and share(host.failed, host.ended) >= _FAILED:
             return _host(
@@ -185,6 +187,7 @@ def host_fails(facts: RunFacts) -> Advice | None:
             )
     urls = Counter(url for episode in failed for url in {*_URL.findall(episode.detail)})
     for url, n in urls.most_common(1):
+        # With one engine, every failure of an engine names it, and saying so is no news.
         alone = len(facts.config.engine.places) < 2 and len(facts.config.engine.urls) < 2
         many = n >= max(_LEAST_FAILED, _OF_ONE * len(failed)) and share(n, len(facts.episodes)) >= _FAILED
         if many and not alone and any(episode.stop_reason is StopReason.ENGINE_FAILED for episode in failed):

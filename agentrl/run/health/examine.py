@@ -20,6 +20,9 @@ _OF_SILENCE = ("tasks_too_hard", "reward_alike", "groups_alike", "weights_stand_
 _OF_FAILURES = ("learner_starves", "evaluation_fails", "evaluation_late", "workers_die", "groups_expire")
 _WHOLE_TURN = ("calls_not_read", "tasks_too_hard", "length_drift")
 
+# A table and not scores: a full disk starves the learner, stalls the steps and delays evaluations, and a person who is
+# told four things fixes the wrong one first. Each check names what it explains; what is explained is not shown. The
+# order is that of the output, causes first.
 CHECKS: Final[dict[Check, tuple[str, ...]]] = {
     flow_checks.disk_full: ("stalled", "learner_starves", *_OF_FAILURES),
     learning_checks.keeps_going_back: ("stalled", "learner_starves", "rollouts_wait"),
@@ -102,6 +105,8 @@ class HealthLines:
             log.exception("agentrl health %s is broken, and says nothing more of this run", self.path)
             self._next = float("inf")
             return
+        # Paced by what a look costs, not by a fixed time: on a store on a slow disk a look may take seconds, and
+        # watching must never become a part of the load.
         self._next = self.now() + _COST * (self.now() - began)
         new = [advice for advice in findings if advice.name not in self._given]
         self._given = {advice.name for advice in findings}

@@ -66,6 +66,7 @@ def rollouts_wait(facts: RunFacts) -> Advice | None:
     if not facts.span_s > 0:
         return None
     covered, reached = 0.0, -math.inf
+    # The union of the spans, not their sum: sixteen episodes that wait for the learner together are one wait.
     for began, ended in sorted(facts.playing):
         covered += facts.played((max(began, reached), ended))
         reached = max(reached, ended)
@@ -117,6 +118,8 @@ def tokens_too_old(facts: RunFacts) -> Advice | None:
 def long_episodes_lost(facts: RunFacts) -> Advice | None:
     """Episodes left out for their age, or by a deadline, are longer than trained ones: short episodes win."""
     trained = [episode.tokens for episode in facts.settled if episode.trained]
+    # A share of lost episodes alone would be no fault: what biases training is that the lost ones are longer than the
+    # trained ones (law 5).
     for reason, settings in (("stale", _room(facts)), ("deadline", (_deadline(facts),))):
         lost = [episode.tokens for episode in facts.settled if episode.lost == reason]
         some = len(lost) >= _LEAST_LOST and share(len(lost), len(lost) + len(trained)) >= _LOST

@@ -62,6 +62,8 @@ def gradient_spikes(facts: RunFacts) -> Advice | None:
     """A gradient is many times what it was in all steps before."""
     usual = [value for value in facts.values("grad_norm", facts.before) if value > 0]
     recent = facts.values("grad_norm")
+    # Against the median and against the highest value: gradients of RL are heavy-tailed, and ten times the median alone
+    # is an ordinary step of many runs.
     if len(usual) < _USUAL or not recent or max(recent) < max(_SPIKE * middle(usual), _HIGHEST * max(usual)):
         return None
     step = next(row["step"] for row in facts.recent if row.get("grad_norm") == max(recent))
@@ -80,6 +82,7 @@ def entropy_collapse(facts: RunFacts) -> Advice | None:
     now = facts.values("entropy")
     if len(early) < _EARLY or len(now) < RECENT or max(now) > _SETTLED * middle(early):
         return None
+    # A policy that solves its tasks is certain, and should be. Low entropy is only a fault if nothing came of it.
     if _success(facts.recent) >= _GOOD or _gained(facts):
         return None
     weight = getattr(facts.config.algo, "entropy_weight", 0.0)

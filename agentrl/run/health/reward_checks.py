@@ -154,6 +154,8 @@ def source_alike(facts: RunFacts) -> Advice | None:
         scored = [turn for turn in facts.turns if name in turn.scores]
         values, texts = {turn.scores[name] for turn in scored}, {turn.text for turn in scored}
         before = {turn.scores[name] for episode in facts.first for turn in episode.turns if name in turn.scores}
+        # A source that once told turns apart and now gives all of them its best score has been learned; one that never
+        # did is broken.
         satisfied = len(before) > 1 and values == {max(before)}
         if len(scored) >= _SCORES and len(values) == 1 and len(texts) > 1 and not satisfied:
             return Advice(
@@ -192,6 +194,8 @@ def reward_hacking(facts: RunFacts) -> Advice | None:
             for point in (best, last)
         ]
         rose = rewards[1] - rewards[0]
+        # Both have to hold: held-out success falls by more than the luck of so few tasks, and the reward rises
+        # meanwhile. Either alone is over-fitting or plain noise, which have other remedies.
         if fell >= _FELL and fell >= _SURE * _error(best, last) and rose >= _ROSE * max(1.0, abs(rewards[0])):
             return Advice(
                 name="reward_hacking",
@@ -223,6 +227,7 @@ def one_text(facts: RunFacts) -> Advice | None:
     if n < _SAME * len(read) or tasks < _TASKS or len(text) < _TEXT or not early or n < _GREW * at_first * len(read):
         return None
     earned, others = (mean(episode.outcome or 0.0 for episode in group) for group in (same, early))
+    # A text that repeats and does not pay is an early habit of an untrained model, and is trained away by itself.
     if earned <= others:
         return None
     return Advice(

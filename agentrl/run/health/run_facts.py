@@ -249,6 +249,8 @@ def _episodes(
 
     def behind(trajectory: Trajectory, at: int) -> int | None:
         turn = trajectory.turns[at]
+        # How old a turn's weights were is judged by what was served when it began: a turn of an hour is sampled by old
+        # weights at its end, and that is no fault of its engine.
         n_served = bisect_right(times, turn.started_s)
         if not turn.spans or not n_served:
             return None
@@ -258,6 +260,8 @@ def _episodes(
             return None
 
     def with_turns(rows: Sequence[EpisodeRow]) -> list[EpisodeFacts]:
+        # Spread over the episodes instead of the newest: those of the last minute are the short ones, and would speak
+        # for all.
         read = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
         return [_facts(row, store.reads.trajectory(row.id) if row.id in read else None, behind) for row in rows]
 

@@ -81,10 +81,14 @@ class CallLog(Closing):
         with self.file.writing():
             row = self.file.find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
             if row is not None:
+                # The same number with another content is two calls of a client that lost count. To answer the second
+                # with the first one's result would train on data that nobody sent.
                 if row[1] != digest:
                     raise CallChanged(f"call {place} of {owner} came before with another content: number calls once")
                 return str(row[0]), False
             passed = self.file.find("SELECT answered FROM models WHERE id = ?", owner)
+            # A model's calls change its weights in the order of their numbers. One that comes after a later one was
+            # computed cannot be put in between any more.
             if passed is not None and place <= passed[0]:
                 hint = "it cannot be computed any more: make a new training client"
                 raise CallTooLate(f"call {place} of {owner} came after call {passed[0]} had its answer: {hint}")
@@ -180,6 +184,8 @@ class CallLog(Closing):
                 answer.data,
                 call.number,
             )
+            # The body of a backward pass stays until the next optimizer step is on disk: the gradients live in memory
+            # alone, and after a kill they are computed again from it.
             if call.kind != "forward_backward":
                 self.file.do("UPDATE calls SET body = x'' WHERE number = ?", call.number)
             self.file.do("UPDATE models SET answered = ? WHERE id = ?", call.place, call.owner)

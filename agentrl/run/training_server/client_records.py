@@ -60,6 +60,8 @@ class ClientRecords:
     def begin_session(self, asked: str) -> str:
         """The id of the session that a client requests under a key of its own: a new one, or the one of before."""
         with self._file.writing():
+            # A client that repeats a request whose answer was lost gets the session of its first one. Two sessions for
+            # one client would leave one that nobody ends.
             self._file.do("INSERT OR IGNORE INTO sessions (id, asked) VALUES (?, ?)", uuid.uuid4().hex, asked)
             row = self._file.find("SELECT id FROM sessions WHERE asked = ?", asked)
         assert row is not None

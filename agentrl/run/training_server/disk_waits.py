@@ -34,6 +34,8 @@ class SpaceWait:
         if not is_full(error):
             raise error
         now = trio.current_time()
+        # The deadline begins with the first failure of this call and not anew at each: a disk that frees a kilobyte now
+        # and then would otherwise be waited for without end.
         if self._until is None:
             self._until = now + self._deadline_s
             print(f"agentrl: no space left for {self._folder}: free some; it is waited for", file=sys.stderr)

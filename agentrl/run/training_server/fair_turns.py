@@ -93,6 +93,8 @@ class FairTurns:
         try:
             await mine.wait()
         except trio.Cancelled:
+            # Cancelled after the place was given and before it was used: the place has to go to the next one, or it is
+            # lost for the life of the server.
             if mine.is_set():
                 self._end()
             else:

@@ -41,6 +41,8 @@ class HeldAdapters:
             yield None
             return
         name, folder = adapter
+        # One change at a time, waiting included: two callers that each wait for room would otherwise evict the adapter
+        # that the other has just loaded.
         async with self._changing:
             if name not in self._users:
                 await self._make_room()
@@ -86,6 +88,8 @@ def _linked(folder: Path, place: Path) -> str:
 
 def _link(source: str, target: str) -> None:
     try:
+        # Hard links, since a copy of an adapter for each loading costs its size on disk, and a symbolic link would end
+        # with the folder that it points to, which is the case to survive.
         os.link(source, target)
     except OSError:  # a file system without links
         shutil.copy2(source, target)

@@ -39,6 +39,8 @@ class KeptEngine:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep an engine for ever. Raises as `start` if the first one does not start."""
+        # The first start decides whether the server starts at all, so its error is raised. Later ones are retried for
+        # ever with growing pauses: clients wait for answers, and their calls are in the log.
         wait_s, started = _AGAIN_S[0], False
         while True:
             try:
@@ -73,6 +75,8 @@ class KeptEngine:
 
     async def has_ended(self, client: EngineClient) -> bool:
         """Whether the engine of a client has ended, or does so in a moment; one that no longer answers is ended."""
+        # A connection that breaks is seen before the end of the process that broke it. Without this wait a dying engine
+        # would be taken for one that refuses, and its calls would fail instead of going to the next.
         await self._another(client)
         if self._client is client and not await client.alive(deadline_s=_SILENT_S):
             if self._client is client and self.process is not None:

@@ -37,6 +37,8 @@ class LogFile(Closing):
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
             self._database.execute("PRAGMA journal_mode = WAL")
+            # FULL, unlike a run's journal: a client is told that its call was accepted and will not send it again, so
+            # an accepted call must outlive a loss of power.
             self._database.execute("PRAGMA synchronous = FULL")
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):

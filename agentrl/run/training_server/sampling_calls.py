@@ -95,6 +95,8 @@ class SamplingCalls:
         space, answer = SpaceWait(self._folder), None
         while True:
             try:
+                # Sampled once and written as often as the disk needs: sampling again after a full disk would be another
+                # answer, at another price.
                 answer = await self._sampled(call) if answer is None else answer
                 await trio.to_thread.run_sync(self._log.answer, call, answer)
                 break
@@ -125,6 +127,8 @@ class SamplingCalls:
                 self._adapters = HeldAdapters(client, links / secrets.token_hex(4), most=HELD)
             try:
                 return await self._answer(call, self._adapters)
+            # Only an engine that has ended is replaced. One that lives and refuses would refuse at the next engine,
+            # too.
             except (EngineUnavailable, EngineTimeout):
                 if not await self._engine.has_ended(client):
                     raise
@@ -173,6 +177,8 @@ class SamplingCalls:
                 sampling=sampling,
                 deadline_s=_DEADLINE_S,
                 model=name,
+                # The client names what ends its turns. An engine that stops at the model's own end tokens besides would
+                # end a sequence that the client wants to go on.
                 ignore_eos=True,
             )
             try:

@@ -56,6 +56,7 @@ class Sessions:
             try:
                 for session in await trio.to_thread.run_sync(self._log.clients.idle_sessions):
                     now = trio.current_time()
+                    # A session that this life has not heard of counts from now: the server was away, not the client.
                     if now - self._heard.setdefault(session, now) >= self._silent_s:
                         _log.warning("session %s was silent for %g s: it has ended", session, self._silent_s)
                         await self.finish(session)

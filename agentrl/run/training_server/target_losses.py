@@ -40,6 +40,8 @@ def _ppo(
 def _cispo(
     logprobs_TC: Tensor, columns: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
+    # The clipped ratio is a weight without a gradient (CISPO, MiniMax-M1 2025, arXiv:2506.13585): a clipped token still
+    # pulls on the policy. In PPO, above, it does not.
     clipped_TC = _ratio(logprobs_TC, columns).clamp(clip_low_threshold, clip_high_threshold).detach()
     return -(clipped_TC * logprobs_TC * columns["advantages"]).sum()
 

@@ -95,6 +95,8 @@ class Futures:
     async def wait(self, call: str) -> CallAnswer | Literal["pending", "unknown"]:
         """The answer of a call; "pending" if it has none after `_WAIT_S`."""
         event = trio.Event()
+        # Registered before the log is read: an answer that is written between the read and the wait would otherwise
+        # wake nobody, and the client would come back 30 seconds later.
         self._waiters[call].add(event)
         try:
             answer = await trio.to_thread.run_sync(self._log.answer_of, call)
@@ -148,6 +150,8 @@ class TinkerApi:
         if self._key is None or path == "/api/v1/healthz":
             return None
         shown = headers.get("x-api-key", "")
+        # In constant time: a comparison that stops at the first difference can be measured from outside, character by
+        # character.
         if hmac.compare_digest(shown.encode(), self._key.encode()):
             return None
         hint = "give the key that the server printed: ServiceClient(api_key=...), or export TINKER_API_KEY=..."
@@ -352,6 +356,8 @@ class TinkerApi:
             return 200, Typed(_TYPES[answer.form], answer.data)
         if answer == "unknown":
             raise HttpRefusal(404, f"there is no future {request.request_id!r}")
+        # A status that makes the client ask again, instead of a connection that is held open for as long as a step
+        # takes: proxies cut such connections.
         return _json(408, type="try_again", request_id=request.request_id, queue_state="active")
 
 

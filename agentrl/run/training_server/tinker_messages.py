@@ -247,6 +247,8 @@ def _row(name: str, datum: Any, loss: TargetLoss, vocab: int, most_tokens: int) 
     _check_ids(field, target, vocab)
     if loss.default:
         inputs = {column: torch.ones(target.shape) for column in loss.columns} | inputs
+    # A column that the loss does not read is refused as well: it is most often a misspelt one, and the loss would train
+    # on a default in its place (law 8).
     for key in sorted(inputs.keys() ^ set(loss.columns)):
         hint = "the loss reads it: give it" if key in loss.columns else "the loss does not read it: leave it out"
         raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(inputs[key].shape) if key in inputs else None, hint)
@@ -276,6 +278,8 @@ def _tensor(name: str, message: Any) -> Tensor:
         shape = tuple(message.shape) or numbers.shape
         if sparse is None:
             return torch.from_numpy(numbers.reshape(shape))
+        # A sparse tensor of a few bytes may claim any shape, and is made dense below: the claim is checked before the
+        # memory is taken.
         if math.prod(shape) > _MOST_NUMBERS:
             raise ValueError(f"{math.prod(shape)} numbers are too many")
         starts, columns = (np.frombuffer(indices, np.int64) for indices in (sparse.crow_indices, sparse.col_indices))

@@ -43,6 +43,9 @@ class TrainedAdapters:
             self._learner.create(name, shape, seed=0)
             try:
                 self._learner.load(name, self._state(record, record.state))
+                # The file holds weights and moments, not gradients. Those since the file was written are computed again
+                # from the journaled calls; to write them with each backward pass would be a file of the adapter's size
+                # for each call.
                 for call in self._log.since_state(record, FORWARD_BACKWARD):
                     rows, loss = self.rows(call)
                     self._learner.forward_backward(name, rows, loss.compute)

@@ -158,10 +158,14 @@ class TrainingCalls:
             _log.exception("call %s failed", call.id)
             answer = failed_answer(f"the server failed ({type(error).__name__}); its log says why", "server")
         try:
+            # The answer and its effects in one transaction, after the file is written: a kill in between leaves a file
+            # that no row names, and the call is computed again from the one that a row does name.
             self._log.answer(call, answer, effects)
         except DiskFull:
             self._adapters.forget(record)  # it is a call ahead of what is on disk
             raise
+        # Old files go last, when the log no longer names them: removed before, a kill would leave a model whose state
+        # is nowhere.
         if after is not None:
             after()
 

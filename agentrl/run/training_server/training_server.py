@@ -93,6 +93,7 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
     close_to_others(folder, option="--state")  # it has prompts and weights
     with _locked(folder):
         key, model = _key(settings, folder), model_dir(settings.model)
+        # Before the model is loaded: a port that is taken is reported in a second and not after minutes.
         listeners = await _listening(settings)
         learner = await trio.to_thread.run_sync(_learner, settings, model)
         engine = settings.engine.model_copy(update={"weights_from": [*settings.engine.weights_from, str(folder)]})
@@ -197,6 +198,8 @@ def _key(settings: TrainingServerSettings, folder: Path) -> str | None:
         draft = folder / f".key.{secrets.token_hex(4)}"
         draft.touch(mode=0o600)
         draft.write_text(f"{_PREFIX}{secrets.token_urlsafe(24)}")
+        # Renamed into place, so that a second process never reads half a key; and made with mode 0600 before anything
+        # is in it.
         draft.rename(file)
     return file.read_text()
 

@@ -61,10 +61,14 @@ class Turns:
             self._held = await self._hold()
             self._began = trio.current_time()
             try:
+                # Only if weights follow may engines forget theirs: while a learner loads its model, nobody could give
+                # them back.
                 level = self._level if weights_follow else 1
                 await self._each(await trio.to_thread.run_sync(urls), partial(sleep.sleep, level=level))
                 break
             except EngineError as error:
+                # Given back between two attempts: an engine that died can only be started again by somebody who gets
+                # the lock.
                 self._held.let_go()
                 if trio.current_time() > deadline:
                     text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"

@@ -98,6 +98,7 @@ class Publishers:
                     nursery.start_soon(push_role, role, parcel)
         except BaseExceptionGroup as group:
             raise matters(group) from None
+        # Policies are pushed at the same time, so the slowest decides how long a push took; bytes and engines add up.
         return {name: (sum if name in _SUMS else max)(cost[name] for cost in costs) for name in costs[0]}
 
     async def tidy(self) -> None:

@@ -23,6 +23,8 @@ def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None
     if config.syncs_memory:
         return
     files = KEPT + config.transport.files
+    # Checked from the shapes in the files' headers, before anything starts. A write into full shared memory is no error
+    # but SIGBUS, and ends whoever touches the page.
     need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
     if need > free:
         raise ConfigError(
