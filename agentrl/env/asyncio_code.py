@@ -62,6 +62,8 @@ class _LoopThread:
 
     def loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            # A forked child inherits the object and not the thread: without the look at the process id it would hand
+            # work to a loop that nobody runs.
             if self._loop is None or self._pid != os.getpid():
                 self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
                 threading.Thread(target=self._loop.run_forever, name="agentrl asyncio", daemon=True).start()
@@ -97,6 +99,8 @@ async def in_asyncio(function: Callable[..., Awaitable[T]], *args: Any, **kwargs
         await ended.wait()
     except trio.Cancelled:
         task.cancel()
+        # Shielded, as this runs because of a cancellation: a task that is left alone at once would still hold its
+        # sandbox or its connection when the episode is played anew.
         with trio.move_on_after(GRACE_S, shield=True):
             await ended.wait()
         raise
@@ -169,6 +173,8 @@ def uses_asyncio(function: Any) -> bool:
 @functools.lru_cache(maxsize=4_096)
 def _reads_asyncio(owner: type | None, function: Any) -> bool:
     seen, pending = set[Any](), [function]
+    # Bounded: the names of a large module lead anywhere, and a wrong "no" is explained by an error that says what to
+    # write, while an endless search would be a hang at the first episode.
     while pending and len(seen) < 64:
         current = pending.pop()
         code, names = current.__code__, current.__globals__

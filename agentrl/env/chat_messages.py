@@ -78,6 +78,8 @@ def plain_message(message: Mapping[str, Any]) -> Message:
         raise TypeError(f"a message is a {type(message).__name__}, not an object")
     plain: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
     if "role" not in plain and "from" in plain:
+        # Refused and not translated: data sets with `from` and `value` name their roles as they like ("human", "gpt",
+        # "function_response"), and a wrong guess would train the user's words.
         raise TypeError("a message has 'from' in the place of 'role': write role and content, as OpenAI's API does")
     if not isinstance(plain.get("role"), str) or not plain["role"]:
         raise TypeError(f"a message has role = {plain.get('role')!r:.40}: give system, user, assistant or tool")
@@ -119,6 +121,8 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     none of them: nobody can tell whether `mask = 1` stands for trained or for masked, and a guess may teach what was
     marked as wrong."""
     for key, value in message.items():
+        # A mark that is not known is worse than none: the message would be trained although its author excluded it, and
+        # no figure of the run would show it (law 8).
         if value is not None and key not in TRAINING_MARKS and not _MARK_WORDS.isdisjoint(key.lower().split("_")):
             raise ValueError(f"{key} = {value!r:.40} reads like a mark of what is trained: give weight, 0 or 1")
     marks: dict[str, bool] = {}
@@ -211,6 +215,8 @@ def _merge_thoughts(plain: dict[str, Any]) -> None:
         if not isinstance(value, str):
             raise TypeError(f"{key} is a {type(value).__name__}, not text")
     texts = {value for value in thoughts.values() if value}
+    # Servers that send the thoughts twice, under an old and a new name, send them equal. Two that differ are two
+    # authors, and joining them would teach a text that nobody wrote.
     if len(texts) > 1:
         raise TypeError(f"{' and '.join(thoughts)} differ: give one of them")
     if not texts and details:
@@ -339,6 +345,8 @@ def _without_padding(value: Any) -> Any:
         return value
     fields = cast("dict[str, Any]", value)
     says_types = any(fields.get(key) for key in ("type", "anyOf", "oneOf", "enum"))
+    # A null is padding or a value, and only the schema itself can tell: `default: null` of an optional parameter has to
+    # stay, the `default` that Arrow invented for a string has to go.
     takes_null = says_types and _takes_null({key: item for key, item in fields.items() if item is not None})
     return {
         key: _without_padding(item)
@@ -363,6 +371,8 @@ def _unpadded(value: Any, schema: Mapping[str, Any]) -> Any:
     plain: dict[str, Any] = {}
     for name, item in cast("dict[str, Any]", value).items():
         inner = properties.get(name)
+        # Dropped only where a null could not have been meant. Left in, the model would learn to pass `line=null` to
+        # tools that have no such parameter.
         if item is None and (name not in properties or not _takes_null(inner)):
             continue
         plain[name] = _unpadded(item, cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else item

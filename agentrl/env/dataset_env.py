@@ -105,6 +105,8 @@ class RowsEnv(Env):
             log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
         scores: dict[str, Json] = {name: score for name, score in judgement.scores.items() if score is not None}
         weights = dict(zip(self._names, self._weights, strict=True))
+        # If every function abstains, the outcome is a 0 that looks like a wrong answer. It is counted and named, since
+        # the row is for none of the functions, or a function compares the wrong column.
         if not scores and not judgement.late:
             notices.note("rewards", NOBODY_JUDGES, by_policy=True)
         outcome = sum(weights[name] * (score or 0.0) for name, score in judgement.scores.items())
@@ -120,6 +122,8 @@ class RowsEnv(Env):
 
     def _name_unused(self, row: Mapping[str, Any]) -> None:
         """Name columns that other libraries give to the model, and those that no function of TRL's can see."""
+        # Named and not used: other libraries hand these columns to the chat template, so whoever brings such a data set
+        # expects them to be shown (law 8).
         for column in ("tools", "images", "image", "chat_template_kwargs"):
             if row.get(column) and f"{{{column}}}" not in self._prompt:
                 notices.note("data rows", f"the column {column!r} is not shown to the model", by_policy=True)

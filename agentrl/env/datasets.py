@@ -182,6 +182,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+# Stricter than `json.loads`: NaN, 1e999 and a key that stands twice are all read without a word by Python, and each
+# changes the data (infinity, or the first of two values lost).
 _DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
 
 
@@ -199,6 +201,8 @@ def _plain(rows: list[Any], where: str) -> list[Mapping[str, Json]]:
     try:
         return json.loads(json.dumps(rows, default=_as_text, allow_nan=False))
     except (TypeError, ValueError):
+        # Only after the whole has failed: looking at each value of a large data set takes many times as long as one
+        # call that encodes it.
         for number, row in enumerate(rows):
             for column, value in cast("dict[str, Any]", row).items():
                 try:

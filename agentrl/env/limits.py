@@ -19,6 +19,7 @@ Fault = Literal["structural", "content"]
 
 def _is_number(value: object) -> TypeGuard[float]:
     """Whether it is a number, infinity among them: neither a truth value nor NaN."""
+    # `True` is an int in Python, and `turns = true` in a run file would be a limit of one turn.
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
@@ -111,6 +112,8 @@ class FaultCount:
         """Count the kinds of broken calls of one turn. Returns its `reward` less their penalties, and marks the turn
         in its `info`."""
         for fault in self._in_a_row:
+            # Counted in a row: a model that makes a mistake now and then may go on, one that cannot stop making it
+            # ends.
             if fault not in faults:
                 self._in_a_row[fault] = 0
                 continue

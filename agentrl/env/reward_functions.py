@@ -73,6 +73,8 @@ class RewardFunction:
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
+        # By the names of its arguments, which TRL calls by name: a function that takes `completions` cannot mean
+        # anything else, and `**kwargs` alone is TRL's most general form.
         batched = any(parameter.name in _TRL for parameter in named_parameters) or (
             not named_parameters and _is_open(signature)
         )
@@ -114,6 +116,8 @@ class RewardFunction:
 
     def _only(self, said: Any) -> Any:
         values = said.tolist() if hasattr(said, "tolist") else said
+        # Exactly one number for one completion. A function that returns a list of another length has read the batch
+        # wrongly, and taking its first number would hide that.
         if not isinstance(values, list | tuple) or len(cast("Sequence[Any]", values)) != 1:
             raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return one number per completion")
         return cast("Sequence[Any]", values)[0]

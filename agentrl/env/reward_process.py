@@ -97,6 +97,9 @@ class RewardProcesses:
         ticket, began = object(), time.monotonic()
 
         def may_go() -> bool:
+            # The first process starts at once; a further one only if none of those that there are becomes idle soon.
+            # Each imports the functions anew, often with torch or sympy behind them, and most answers are judged in
+            # milliseconds.
             starts = self._started < self.most and (not self._started or time.monotonic() >= began + _PATIENCE_S)
             return self._waiting[0] is ticket and (bool(self._idle) or starts)
 
@@ -155,6 +158,8 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
+            # Its own group, so that what a function has started is ended with it, and Ctrl-C of the terminal reaches
+            # nobody here.
             process_group=0,
         )
         self._read = b""
@@ -205,12 +210,15 @@ class _Process:
     def _line(self, left_s: float, used: CpuTime | None) -> bytes:
         """The next line; b"" at the end of the process. Raises Hangs, and ends it, if none comes in time."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
+        # Not `select.select`, which fails for descriptors above 1023; a worker with many boxes has more.
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while b"\n" not in self._read:
             began = time.monotonic()
             if not poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
                 left_s -= time.monotonic() - began
+                # Past the deadline the kernel is asked how long the process was ready to run and got no processor. That
+                # time is the host's, not the answer's (law 3), and is given back before anybody is called late.
                 if left_s <= 0 and used is not None:
                     credit_host(starved_s := used.look())
                     left_s += starved_s
@@ -235,6 +243,8 @@ class _Process:
 
 def main(names: Sequence[str]) -> None:
     """Serve the functions until standard input ends. What they print goes to standard error."""
+    # Standard output is for answers alone, so whatever a function prints goes to standard error: one stray `print`
+    # would otherwise be read as a score.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -242,6 +252,8 @@ def main(names: Sequence[str]) -> None:
     def read() -> None:
         for line in sys.stdin.buffer:
             requests.put(line)
+        # Without waiting for the main thread, in which a function may hang: the owner is gone, and nobody reads what it
+        # returns (law 4).
         os._exit(0)
 
     def answer(said: dict[str, Any]) -> None:

@@ -70,6 +70,8 @@ class Past:
 
     def written(self, meter: Sequence[float]) -> bytes:
         """The record, without the files; `meter` is what the episode has used. Raises SandboxError without one."""
+        # No snapshot is better than one that lies: what the tape could not record, an answer without end for example,
+        # could not be played back either.
         if flaw := self.tape.flaw or ("a copy of its box is open" if self.tape.copies_open else ""):
             raise unsaved(flaw)
         document = {
@@ -125,6 +127,7 @@ class Recorded(Env):
                 await self.astep(action.text)
         finally:
             self._record_again = None
+        # From here on calls reach the real box. Before the files are unpacked, since unpacking is itself a call to it.
         past.tape.end()
         box, meter = self._record_box(), self._record_meter()
         if self._record is None or meter is None or box is None:
@@ -144,6 +147,8 @@ class Recorded(Env):
     def _record_action(self, action: str, answer: StepResult) -> None:
         observation, _, terminated, truncated, info = answer
         assert self._record is not None
+        # What the next turn rests on. The reward is left out, as in a replay: the recorded one counts, and a judge may
+        # word it differently the second time.
         compared = (observation, info.get("history"), info.get("role"), terminated, truncated)
         self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=compared)
 
@@ -156,6 +161,8 @@ def read_past(data: bytes, snapshot_bytes: int) -> Past:
     end = head + _LENGTH.unpack_from(data, len(_MAGIC))[0]
     most = 2 * _EXPANDS * snapshot_bytes
     try:
+        # As a stream with a bound: the bytes come from a store that others may have written, and a few kilobytes of
+        # zstandard can claim to be terabytes.
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data[head:end]) as stream:
             text = stream.read(most + 1)
         if len(text) > most:
