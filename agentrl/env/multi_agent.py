@@ -109,6 +109,8 @@ class RolesEnv(Env):
         except PolicyFault as fault:
             game.faults += 1
             following = acting
+            # The same role again, with the reason alone: `see` would show it the table a second time, and many games
+            # mark what they showed as seen.
             observation = _messages(f"not possible: {fault}")
             if game.faults > self.retries:
                 forfeited, following = acting, None
@@ -116,12 +118,15 @@ class RolesEnv(Env):
             game.role = self._known(following)
             if game.faults == 0:
                 observation = _messages(await self._hook(self.see, game.role))
+        # A forfeit is the end of the game and no truncation: the outcome is known, so no value of a later state may be
+        # added to it.
         stop: StopReason | None = None
         if following is None:
             cut_off = forfeited is None and self.cut_off
             stop = StopReason.PARSE_FAILURE if forfeited else StopReason.TRUNCATED if cut_off else StopReason.DONE
         elif game.turns >= self.max_turns:
             stop = StopReason.TURN_LIMIT
+        # Before the outcomes are awaited, so that an `aend` which comes in between does not judge the game twice.
         game.over = stop is not None
         info = await self._info(game, acting, forfeited, stop)
         game.busy = False
@@ -206,6 +211,8 @@ class OneRole(Env):
         await super().areset(seed=seed)
         self._role, options = self.deal(dict(options or {}))
         self._heard: dict[str, list[Message]] = {name: [] for name in self._env.roles}
+        # A seed drawn from ours and not ours itself: two generators of one seed give the same numbers, and the hand
+        # that is dealt would hang together with the role that was chosen.
         observation, info = await self._env.areset(seed=int(self.np_random.integers(2**31)), options=options)
         observation, _, _, _, info = await self._others((observation, 0.0, False, False, info))
         return observation, self._mine(info)
@@ -231,6 +238,8 @@ class OneRole(Env):
     async def _others(self, step: StepResult) -> StepResult:
         """Let the others play until the learner acts or the game is over; the learner's rewards add up."""
         observation, reward, terminated, truncated, info = step
+        # The reward of a step is the acting role's. A learner that moves and is then fined for what its opponent did
+        # gets both in one number, because it sees the game only when it acts again.
         mine = reward if info.get("acted") == self._role else 0.0
         while True:
             if info.get("acted") != self._role:

@@ -51,6 +51,8 @@ def joined(step: Step, last: Step) -> Step:
     """`step`, and over it the environment's answer when the episode was ended after it."""
     return replace(
         step,
+        # `None` asks for an outcome, `or` for a reason or a table: an outcome of 0.0 and a success of False are
+        # answers, and the common `last.outcome or step.outcome` would let the older one show through them.
         outcome=step.outcome if last.outcome is None else last.outcome,
         success=step.success if last.success is None else last.success,
         stop_reason=last.stop_reason or step.stop_reason,
@@ -107,6 +109,8 @@ def _step(
     fields = dict(cast("dict[str, Any]", info))
     earned = _number(reward, f"{what}: reward")
     observation, lost = _cut(_read(observation, f"{what}: observation"), most)
+    # Numbers, tables and the JSON check below cost more than all the rest of a short step, and most steps of most
+    # environments say nothing in their info.
     if not fields:  # most often
         return Step(
             observation=_messages(observation, f"{what}: observation"),
@@ -115,6 +119,8 @@ def _step(
             truncated=bool(truncated),
             observation_cut=lost,
         )
+    # Numbers leave the info before it is tried as JSON: an environment may hand over a scalar (float32 of numpy), which
+    # `json.dumps` refuses and `_number` turns into a float. Only what has no meaning here must be JSON as it stands.
     outcome, unsettled = fields.pop("outcome", None), fields.pop("unsettled", None) or 0.0
     rewards, outcomes = fields.pop("rewards", None), fields.pop("outcomes", None)
     numbers: dict[str, Any] = {
@@ -126,6 +132,8 @@ def _step(
     }
     rest = _plain(fields, what)
     history, more = _cut(_read(rest.pop("history", None), named("history")), most)
+    # An environment that wraps another, or replays a recorded step, may hand these on. Left in, they would read like
+    # statements of this driver about this step.
     for name in ("observation_cut", "compaction"):  # the driver's to say
         rest.pop(name, None)
     success, role = rest.pop("success", None), rest.pop("role", None)
@@ -166,6 +174,9 @@ def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
     sizes = [_size(message) for message in listed]
     if most is None or sum(sizes) <= most:
         return cast(Any, messages), 0
+    # The shares go from the smallest message to the largest: whoever needs less than an equal share leaves the rest to
+    # the larger ones. Cutting each to `most / n` instead would shorten one long tool result beside many short ones
+    # although the sum had room for it.
     remaining = listed[: max(1, most // _LEAST)]
     budget, limits = most, dict[int, int]()
     for place, number in enumerate(sorted(range(len(remaining)), key=lambda number: sizes[number])):
@@ -184,6 +195,8 @@ def _shortened(message: Any, size: int, limit: int) -> Any:
     """The message with head and tail of its content, and a note between them."""
     if size <= limit:
         return message
+    # Head and tail both: a program's error stands at the end of its output and the command's echo at the start.
+    # `errors="ignore"` drops the half of a character that a cut between bytes leaves at either edge.
     content = message["content"].encode("utf-8", "surrogatepass")
     half = max(0, limit - _LEAST) // 2
     head, tail = content[:half].decode(errors="ignore"), content[len(content) - half :].decode(errors="ignore")
@@ -193,6 +206,8 @@ def _shortened(message: Any, size: int, limit: int) -> Any:
 def _number(value: Any, what: str) -> float:
     try:
         number = float(value)
+    # `float` of a Python integer above 1e308 raises, and the message must not print the number: its digits may be a
+    # million.
     except OverflowError:  # of an integer
         raise EnvError(f"{what}: give a number within {LARGEST:g} of 0") from None
     except (TypeError, ValueError):

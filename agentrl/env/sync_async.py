@@ -41,6 +41,8 @@ class _Limiter:
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
+        # A step that waits behind 64 others is late through this machine and not through its environment, so the wait
+        # is taken out of the step's deadline. trio's own limiter has no place for that, hence this wrapper.
         with host_time("a thread for blocking code"):
             await self._limiter.acquire_on_behalf_of(borrower)
 
@@ -72,9 +74,13 @@ async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], N
     Raises EnvError where calls that were abandoned, and never end, have taken every thread: to wait for one would use
     up the deadline of a caller who has not to answer for it."""
     threads = _of_loop()
+    # Python cannot end a thread, so a call that ran past its deadline keeps its place in the limiter. Once all places
+    # are gone, the next caller would wait for one that may never come free, until its own deadline.
     if len(threads.abandoned) >= MAX_THREADS:
         raise EnvError(f"{MAX_THREADS} blocking calls ran past their deadlines and still run: give them deadlines")
     ended, token = trio.Event(), trio.lowlevel.current_trio_token()
+    # Written by two threads without a lock: each is set once, from False to True, and the reader only needs a value
+    # that was true at some instant. A call seen as not begun that begins a moment later finds `gone` set.
     begun = gone = False
 
     def end() -> None:
@@ -87,6 +93,7 @@ async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], N
         try:
             return None if gone else function()  # its caller may have left while the thread began
         finally:
+            # An abandoned call may end long after its loop.
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(end)
 
@@ -94,6 +101,7 @@ async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], N
         return cast(T, await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=threads.limiter))
     except trio.Cancelled:
         gone = True
+        # Only a call that runs is counted as lost: one that was cancelled while it waited for a place holds none.
         if begun and not ended.is_set():
             threads.abandoned.add(ended)
             if left is not None:
@@ -118,6 +126,8 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
         if blocking:
             (result,) = await in_thread(body)
         else:
+            # Without it an environment that never awaits is never cancelled, and its neighbours in the loop get no
+            # turn.
             await trio.lowlevel.checkpoint()
             (result,) = body()
         return await explained(function, result) if inspect.isawaitable(result) else result
@@ -151,6 +161,8 @@ class LoopThread:
         if trio.lowlevel.in_trio_run():
             raise UsageError("reset, step and close block: from trio code await areset, astep and aclose")
         with self._lock:
+            # gymnasium's AsyncVectorEnv forks: the child inherits the token of a loop whose thread exists in the parent
+            # alone, and would wait for it for ever.
             if self._token is None or self._pid != os.getpid():
                 self._start()
         return trio.from_thread.run(function, *args, trio_token=self._token)
@@ -160,6 +172,7 @@ class LoopThread:
         with self._lock:
             token, stop, thread = self._token, self._stop, self._thread
             self._token = self._stop = self._thread = None
+        # In a forked child there is no such thread, and `join` on the parent's would not return.
         if token is None or stop is None or thread is None or self._pid != os.getpid():
             return
         token.run_sync_soon(stop.set)
@@ -178,4 +191,5 @@ class LoopThread:
         self._thread = threading.Thread(target=run, name="agentrl env loop", daemon=True)
         self._pid = os.getpid()
         self._thread.start()
+        # The token exists only once the loop runs, and `run` reads it right after this.
         ready.wait()

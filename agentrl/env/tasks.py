@@ -146,6 +146,8 @@ class Mixture(TaskSource):
 
     def task(self, index: int) -> Task:
         self._within(index)
+        # Remembered, not recomputed: whose turn it is depends on all turns before, so a task asked for out of order (a
+        # restarted run asks for the one it had reached) would otherwise walk the list from its start each time.
         while len(self._picks) <= index:
             self._pick()
         source, place = self._picks[index]
@@ -158,6 +160,9 @@ class Mixture(TaskSource):
         ]
         for i in open_sources:
             self._credit[i] += self._weights[i]
+        # Not a draw by the weights: drawn shares wander by the square root of the count, and a source of weight 0.01
+        # may not appear for hundreds of steps. Credits keep every prefix within a task or two of its shares, and need
+        # no seed. The first of equals wins, so that every process picks alike.
         chosen = max(open_sources, key=lambda i: self._credit[i])
         self._credit[chosen] -= sum(self._weights[i] for i in open_sources)
         self._picks.append((chosen, self._taken[chosen]))
@@ -218,10 +223,14 @@ class Curriculum(TaskSource):
         if place is None:
             return
         record = self._records[place]
+        # The first result is taken whole. Smoothed from 0.0, every task would begin as hopeless and could pause before
+        # it had a fair trial.
         keep = self._smoothing if record.plays else 0.0
         record.rate = keep * record.rate + (1 - keep) * success
         record.plays += plays
         settled = record.rate >= self._solved or record.rate <= self._hopeless
+        # It comes back because the policy changes: what was hopeless at step 100 is often the best task at step 1,000,
+        # and a solved one may be forgotten. Dropped for good, neither would be noticed.
         record.due = task.index + self._pause if settled and record.plays >= self._min_plays else 0
 
     @property
@@ -234,6 +243,8 @@ class Curriculum(TaskSource):
 
 def task_key(task: Task) -> str:
     """A key that is equal for equal tasks, wherever they stand in a source."""
+    # Without the index: the same row of a data set comes back in each pass at another index, and its record has to be
+    # found there. A hash of the standard library, since Python's own differs from process to process.
     text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -110,6 +110,8 @@ class ToolEnv(Recorded):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
+            # A tool named `reset` or `reward` would silently replace a part of the contract: the episode then fails far
+            # from here, or worse, runs with another meaning. Known at the class statement, so it is said there.
             if is_tool(value) and hasattr(ToolEnv, name):
                 hint = f"name the method otherwise, and the tool by @tool(name={name!r})"
                 raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {hint}")
@@ -220,14 +222,18 @@ class ToolEnv(Recorded):
         self._live().meter.tokens += count
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        # The commonest slip of a subclass. Without this line its first symptom is an AttributeError on a private name.
         if not hasattr(self, "_tools"):
             raise UsageError(f"{type(self).__name__}.__init__ must call super().__init__()")
         await self._end_episode()
         await super().areset(seed=seed)
         self._seed = seed
         self.task = self.make_task(dict(options or {}))
+        # Busy from the start, and cleared only at the end: a reset that failed or was cancelled between these lines
+        # leaves an environment that asks for another reset, not one that plays on with half a `setup`.
         episode = self._episode = _Episode(Meter(self.limits), FaultCount(self.parse_policy), busy=True)
         past = self._begin_record(seed, options)
+        # Before `setup`, not after it: one that fails at its second resource has opened the first.
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
         for tool in await self._plugged.open():
@@ -240,6 +246,8 @@ class ToolEnv(Recorded):
             opening = (Message(role="system", content="\n\n".join(filter(None, system))), *opening)
         past.began(opening)
         episode.busy = False
+        # What `setup` and `prompt` noted belongs to the reset. A fresh dict, because the observer now holds the old
+        # one.
         info, episode.info = episode.info, {}
         return opening, info
 
@@ -249,6 +257,8 @@ class ToolEnv(Recorded):
             raise ResetNeeded(f"{type(self).__name__}: call reset before step, and after the end of an episode")
         if not isinstance(action, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"action is a {type(action).__name__}, not text")
+        # A cancelled step never comes to the line that clears `busy`. That is meant: its tools may have run half-way,
+        # so the state is one that no replay of the recorded actions leads to, and the next step must be refused.
         episode.busy, episode.reward, episode.info = True, 0.0, {}
         with episode.meter.step():
             answer = await self._play_turn(episode, action)
@@ -271,6 +281,8 @@ class ToolEnv(Recorded):
             )
             results = await turn.run(parsed.calls)
             observation = tool_messages(results, episode.calls)
+            # Without schemas in the chat template the model was taught the calls in a system message, and such
+            # templates need not know the role "tool": the format writes the results as it taught them.
             if not self.tool_schemas():
                 observation = self._format.answer(observation)
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
@@ -284,6 +296,9 @@ class ToolEnv(Recorded):
         episode.reward += float(earned or 0.0)
         episode.reward = episode.faults.charge(faults, episode.reward, episode.info)
         episode.meter.turns += 1
+        # The order is a ranking. An author's `finish` wins over any limit reached in the same turn: the task was solved
+        # with the last turn that was allowed, and calling that a truncation would bootstrap a value for a state with no
+        # future.
         stop = StopReason.PARSE_FAILURE if episode.faults.exhausted else episode.meter.exceeded()
         if episode.finished:
             stop = StopReason.TRUNCATED if episode.cut_off else StopReason.DONE
@@ -299,6 +314,8 @@ class ToolEnv(Recorded):
         episode = self._live()
         if episode.over:
             return {}
+        # Before the grade is awaited: a driver that loses patience with a slow grade and ends the episode for that
+        # reason must not have it graded a second time, by tests that the first run may still be using.
         episode.over = True
         info: Info = {"stop_reason": reason.value}
         grade = await self._hook(self.grade)
@@ -332,11 +349,16 @@ class ToolEnv(Recorded):
         return await sync_async.call(function, *args, blocking=self.blocking)
 
     async def _end_episode(self) -> None:
+        # First of all: whatever fails below, no later step may reach the closed resources through the old episode.
         self._episode = None
         if self._needs_teardown:
+            # Cleared before the work, so that a teardown that raises is not run again at the next reset. Its tools go
+            # too: they speak to servers inside the box that is about to be closed.
             self._needs_teardown = False
             while self._served:
                 self._tools.remove(self._served.pop())
+            # Most closings happen because the episode was cancelled, and in a cancelled scope the first await would end
+            # them. Shielded needs its own deadline: a `teardown` that hangs would otherwise hold the whole worker.
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
                 try:
                     await self._plugged.aclose()

@@ -156,16 +156,22 @@ class ProgramEnv(Env):
         running, pending = self._running, self._pending
         if running is None or pending is None:
             raise ResetNeeded("ProgramEnv: call reset before step, and after the end of an episode")
+        # Taken before the answer goes out: a step that is cancelled from here on leaves nothing to step on, since the
+        # program may have read the answer and gone on.
         self._pending = None
         reply = self._reply(action, pending.conversation)
         running.answer(reply)
         with trio.move_on_after(self._silence_s):  # the policy has no part in this wait: what it wrote is not read yet
             await running.asks_again()
+        # Here the clock of the policy starts: the program has read the answer, and whatever it does now the policy's
+        # words may have caused, an endless loop included (law 3).
         with policy_time():
             event = await self._next(running)
         is_unread = running.requests.is_unread
         self._turns, self._unread = self._turns + (not is_unread), self._unread + is_unread
         info: Info = {"masked": True} if is_unread else {}
+        # Unread answers are counted apart, or a program behind a slow link would use up its turns with answers that
+        # nobody saw. They are bounded all the same: a client that never waits long enough would otherwise ask for ever.
         if isinstance(event, Pending) and max(self._turns, self._unread) < self._max_turns:
             self._pending = event
             new_messages = news_of(pending.conversation, reply, event.conversation)
@@ -215,6 +221,8 @@ class ProgramEnv(Env):
         try:
             if isinstance(event, Ended) and (failure := _infrastructure(event.error)) is not None:
                 raise failure
+            # After `_stop` and before the grade: only when no client can ask again is it certain that an answer was
+            # lost, and a program that ended for our slowness has done nothing that a grade could judge.
             lost = requests.lost(failed=_failed(event))
             if lost is not None and not lost.is_ours:
                 notices.note("answers to agent programs", _SCORED, by_policy=True)
@@ -237,6 +245,8 @@ class ProgramEnv(Env):
             info["exit_code"] = event.result.exit_code
         try:
             grade = await sync_async.call(self.grade, self.task, event.result, blocking=self.blocking)
+        # Other errors of the sandbox are failures of ours and are raised. A missing file is the result of the policy's
+        # work.
         except SandboxPathError:  # a file that the policy left out, say
             grade = Grade(outcome=0.0, success=False)
         if grade is not None:
@@ -257,6 +267,8 @@ class ProgramEnv(Env):
         if not parsed.calls:
             text = parsed.text.lstrip() if parsed.thoughts else parsed.text
         elif conversation.tools:
+            # All or none: the API has no place for a call that is broken, and an answer with the others alone would
+            # hide from the program, and in the next request from the model, that something was lost.
             whole_calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             if len(whole_calls) == len(parsed.calls):
                 text, calls = parsed.text.strip(), whole_calls
@@ -273,8 +285,13 @@ def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages |
     count = len(before.messages)
     if now.tools != before.tools or len(now.messages) <= count:
         return None
+    # Compared as messages and not as tokens: the program never saw tokens. If they are equal, the tokens that were
+    # sampled stay, and only what is new behind them is encoded (law 1). If not, the conversation is another one, and a
+    # new branch with a prompt of its own begins.
     if _without_thoughts(now.messages[:count]) != _without_thoughts(before.messages):
         return None
+    # Clients rebuild the answer from what they parsed: key order and blanks within the arguments change, and ids may.
+    # None of that is another answer; another text or argument is.
     if not _same(now.messages[count], reply):
         return None
     names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}

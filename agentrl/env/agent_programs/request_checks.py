@@ -68,6 +68,8 @@ class RequestKeys:
             if key in self.sampling:
                 note(f"{key} has no effect: the run file says how the policy samples")
             else:
+                # The key goes to `place` and not into the text: notices are counted by their text, and a policy can
+                # make a program send a new key with each request.
                 note("a key that is not known has no effect", place=key)
 
 
@@ -136,6 +138,8 @@ def check_tools(tools: Iterable[Fields]) -> None:
         parameters: Any = fields.get("parameters")
         if parameters is None:
             continue
+        # Counted before the check, whose time grows with it: a thousand tools of a thousand parts each would hold a
+        # reader's thread for minutes, and there are two of them.
         parts += _parts(parameters)
         if parts > MOST_TOOL_PARTS:
             raise UnservedRequest(f"the schemas of tools have more than {MOST_TOOL_PARTS} parts: offer fewer tools")
@@ -166,6 +170,8 @@ class _CheckedSchemas:
         digest = hashlib.sha256(dump(parameters).encode()).digest()
         with self._lock:
             reason = self._reasons.get(digest)
+        # Checked outside of the lock, at the price that two threads may check the same schema: a large one takes long,
+        # and other episodes must not wait for it.
         if reason is None:
             reason = _why_no_schema(parameters)
             with self._lock:
@@ -181,6 +187,8 @@ def _why_no_schema(parameters: Any) -> str:
     fields = cast("dict[str, Any]", parameters)
     draft: Any = jsonschema.Draft202012Validator
     try:
+        # Servers name the draft that they write in, and keywords have changed their meaning since: `items` as a list is
+        # right in draft 7 and wrong in 2020-12.
         if isinstance(fields.get("$schema"), str):
             draft = jsonschema.validators.validator_for(fields, default=draft)
         draft.check_schema(fields)

@@ -136,6 +136,7 @@ async def unregister(key: str) -> None:
     server.handlers.pop(key, None)
     if not server.handlers and not server.scope.cancel_called:
         server.scope.cancel()
+        # A deadline, as the server waits for its open connections, and a program that was left behind may hold one.
         with trio.move_on_after(5, shield=True):
             await server.closed.wait()
 
@@ -155,6 +156,8 @@ async def _start() -> _Server:
                 await listener.aclose()
         server.closed.set()
 
+    # A system task, because the server outlives the episode that happened to start it: in that episode's nursery it
+    # would end with it, and take the other episodes' connections along.
     trio.lowlevel.spawn_system_task(serve, name="agentrl program server")
     return server
 
@@ -304,6 +307,8 @@ class Running:
         """The program's next request, which waits for `answer`, or its end."""
         while True:
             if self._ended is not None:
+                # An end is not the last word: a request that the program sent before it died may still be on its way to
+                # the handler, and whether an answer was lost depends on it.
                 for _ in range(_SETTLE_TURNS):
                     await trio.lowlevel.checkpoint()
                 with trio.move_on_after(_GRACE_S):
@@ -432,6 +437,8 @@ async def _execute(program: Program | Sequence[str], session: Session, box: Sand
         return await (_command(program, session) if box is None else _boxed(program, session, box))
     if inspect.iscoroutinefunction(program):
         return await program(session)
+    # With the shared limit of threads, as many programs as there are threads would block every environment's plain code
+    # until the first of them ends.
     limiter = trio.CapacityLimiter(1)  # its own: a program lasts as long as its episode
     return await trio.to_thread.run_sync(program, session, abandon_on_cancel=True, limiter=limiter)
 
@@ -489,6 +496,9 @@ async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> E
             nursery.start_soon(drain, "stderr", process.stderr)
             await process.wait()
             _kill_group(process.pid)
+            # The order matters: first the leader's end, then its group, then whatever left the group and carries the
+            # owner's mark. The drains end only when the last holder of the pipes is gone, so this stands inside of
+            # their nursery.
             await trio.to_thread.run_sync(owner.close)  # what left the group may hold the pipes open
     finally:
         _kill_group(process.pid)

@@ -124,6 +124,8 @@ class Player:
         """Play one turn. Returns whether the episode is over."""
         if action is None:
             actions, index = self._subject.actions, len(self.played.steps)
+            # An environment that teaches its tools in a system message offers no schemas to the chat template, but has
+            # them.
             schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
             action = actions[index % len(actions)] if actions else sample_action(schemas, self._form, self._rng)
         answer: Any = await named("step", self._env.astep(action))
@@ -175,6 +177,8 @@ async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
     """Play the first seed on an instance that has played another seed before."""
     env = as_async(subject.make())
     try:
+        # An instance that has played before must deal the same episode as a fresh one. The usual slip is state that
+        # `reset` does not clear; another seed first makes it show.
         await Player(subject, env, subject.seed + 17).play()
         return await Player(subject, env, subject.seed).play(actions)
     finally:

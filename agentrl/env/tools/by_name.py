@@ -102,10 +102,13 @@ class Plugged:
         box = await self._boxes.create(self._spec)
         try:
             for path in carry:
+                # What the policy did not write, or wrote as a folder, is missing in the fresh box too, and the grader's
+                # own test says so. Raised here it would be a failure of ours for a fault of the policy's (law 3).
                 with suppress(SandboxPathError):
                     await box.write(path, await self._box.read(path))
             yield box
         finally:
+            # A grader that ran out of time is cancelled in here, and the box of a cancelled grader must go too (law 4).
             with trio.CancelScope(shield=True):
                 await box.close()
 
@@ -129,6 +132,8 @@ class Plugged:
         boxes, self._boxes = self._boxes, None
         async with AsyncExitStack() as last_first:
             if boxes is not None:
+                # A stack, because each close may fail and the rest must be closed all the same. The servers go first,
+                # as they speak to processes in the box; then the box; then its backend, which removes what is left.
                 last_first.push_async_callback(boxes.leave)
             last_first.push_async_callback(self._box.close)
             for each in [*self.tools, *opened]:
@@ -151,6 +156,8 @@ class Plugged:
         signature = inspect.signature(target)
         boxed = settings.pop("sandbox", False)
         parameter = signature.parameters.get("sandbox")
+        # A tool that can do without a box gets none unless its table asks: a box costs a process and a file system for
+        # each episode, and an unread default must not multiply that by the number of episodes.
         if parameter is not None and (boxed is True or parameter.default is parameter.empty):
             self._needs_box = True
             settings["sandbox"] = self._own or self._box

@@ -73,8 +73,12 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         end = error.pos
         broken = StructuralParseError(f"the tool call is not valid JSON: {error.msg} at character {end - at}")
+    # Both can be written by a policy: integers of more digits than Python converts, and brackets nested deeper than its
+    # stack.
     except (ValueError, RecursionError) as error:
         broken = StructuralParseError(f"the tool call is not valid JSON: {error}")
+    # How far the decoder came, for readers that try at many places: they bound the sum, else a text of a thousand
+    # opening brackets is read a thousand times to its end.
     broken.read = end - at
     raise broken from None
 
@@ -88,6 +92,8 @@ def call_of(value: Any, raw: str, *, key: str = "arguments") -> ToolCall | Malfo
     if not isinstance(name, str) or not name:
         return Malformed(ContentParseError('the tool call has no "name"'), raw)
     arguments = fields.get(key, {})
+    # OpenAI's API carries arguments as a text of JSON, and some models write their calls like that. Decoded once and
+    # not again: a text within the text is the tool's business.
     if isinstance(arguments, str):
         try:
             arguments = decode_whole(arguments)
@@ -126,6 +132,9 @@ def _finite(number: str) -> float:
 
 _ID: Final = re.compile(r"[\w.:-]{1,64}")
 _BEGINS: Final = frozenset('{["-0123456789tfnNI')
+# `strict=False` lets a string span lines: models write a program as an argument with its line ends as they are, which
+# is against JSON's letter but has one reading only. Everything beyond that (single quotes, trailing commas, Python's
+# True) stays an error: a guess would run a call that the model did not write, and reward the model for writing it so.
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 
 

@@ -84,6 +84,8 @@ def _unless_null(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationEr
     original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
     def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+        # Left as JSON Schema has it, a model that answers `null` where the server's own schema allows it would read
+        # that its argument is wrong, and learn never to send what the server wants.
         if value is not None or schema.get("nullable") is not True:
             yield from original(validator, wanted, value, schema)
 
@@ -149,6 +151,8 @@ def types_of(schema: Any, root: Mapping[str, Any], followed: dict[str, frozenset
     reference = str(fields.get("$ref"))
     if (target := target_of(fields, root)) is not None:
         if reference not in followed:
+            # A tree's node refers to the node. Without an answer in the meantime this walks for ever, and "anything" is
+            # the only one that excludes no value.
             followed[reference] = ANY  # of a schema within itself, while it is read
             followed[reference] = types_of(target, root, followed)
         allowed &= followed[reference]
@@ -170,6 +174,8 @@ def without_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return schema
     inlining = _Inlining(schema)
     inlined = inlining.of(schema, ())
+    # References multiply: twenty definitions, each of which names the next one twice, are a million objects once they
+    # are inlined, and such a schema may come from a server that nobody here wrote.
     if inlining.left < 0:
         return schema
     definitions = () if inlining.keeps_references else ("$defs", "definitions")

@@ -58,6 +58,8 @@ class Hermes(ToolFormat):
     def _resync(self, text: str, begin: int, error: ParseError) -> Span:
         """A broken call ends after its closing tag, or before the next opening one."""
         inner = begin + len(self._open)
+        # The next opening tag bounds the damage. A search for the closing tag alone would find the one of the next
+        # call, and a well-formed call would vanish into the text of the broken one before it.
         reopen = text.find(self._open, inner)
         end = reopen if reopen >= 0 else len(text)
         close = text.find(self._close, inner, end)
@@ -71,6 +73,8 @@ class Llama(ToolFormat):
 
     name = "llama"
     _tag: Final = "<|python_tag|>"
+    # Possessive quantifiers, here and in the patterns below: three neighbouring `\s*` can share out a run of blanks in
+    # quadratically many ways, and a policy can write 100,000 blanks. With `*+` what is taken is not given back.
     _lead: Final = re.compile(r"\s*+(?:<\|python_start\|>)?+\s*+(?:<\|python_end\|>)?+\s*+")
 
     def write(self, *calls: ToolCall) -> str:
@@ -86,6 +90,8 @@ class Llama(ToolFormat):
                 return
             position = skip_space(text, begin + len(self._tag))
         while True:
+            # After a broken call the next one is looked for behind a semicolon and in front of a brace: a semicolon
+            # alone is also within strings of code.
             call, end = call_at(text, position, re.compile(r";\s*(?=\{)"))
             yield Span(begin, end, call)
             begin = end
@@ -173,6 +179,8 @@ class Harmony(ToolFormat):
         return f"{self._start}assistant".join(head + body for head, body in zip(heads, bodies, strict=True))
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
+        # From the mark of the body backwards to the head, not from the head on: the head is free text in which the
+        # order of recipient and channel varies, and the recipient is searched within these bounds only.
         while (message := text.find(self._message, start)) >= 0:
             begin = max(start, text.rfind(self._start, start, message))
             recipient = self._recipient.search(text, begin, message)
@@ -232,9 +240,14 @@ class PlainJson(ToolFormat):
             try:
                 value, end = decode_json(text, position)
             except StructuralParseError as error:
+                # Every line that begins with a brace may be a call, and each try may read to the end of the text, so
+                # 50,000 lines of `{` would cost the square of that. The budget makes the sum linear; when it is spent,
+                # the rest of the text counts as one broken call, which the model is told about.
                 budget -= error.read + len(text) // MAX_BROKEN
                 following = self._line.search(text, position + 1) if budget >= 0 else None
                 end = following.start() if following else len(text)
+                # Prose and code begin lines with braces too. Only what looks like a call is answered with an error; the
+                # rest is text.
                 if re.search(r"\"name\"\s*:", text[position:end]):
                     yield Span(line.start(), end, Malformed(error, text[position:end].strip()))
                 start = max(end, position + 1)
@@ -270,6 +283,8 @@ class ReAct(ToolFormat):
     def spans(self, text: str, start: int) -> Iterator[Span]:
         made_up = False
         while (action := self._action.search(text, start)) is not None:
+            # A model that goes on after its action invents the tool's answer and acts on it. Were those calls run, it
+            # would be rewarded for plans that rest on results that no tool gave.
             made_up = made_up or self._observed.search(text[start : action.start()]) is not None
             name = action[1].strip()
             call, end = self._call(text, action.end(), name)
@@ -342,5 +357,7 @@ def spoken_by(written: str, source: str, call: ToolCall, schema: Mapping[str, Js
         read = [(form, form.parse(text, [schema])) for form in forms for text in (written, texts[form.name])]
         fitting = [(len(parsed.text), form.name) for form, parsed in read if parsed.calls == (call,)]
         return min(fitting, key=lambda one: one[0])[1] if fitting else None  # its tags are part of no word
+    # The mark in the source is the weaker sign, and comes second: templates are copied from one another and keep marks
+    # of dialects that they never write. What was written and can be read back leaves no doubt.
     matching = (form.name for form in FORMATS.values() if any(marker in source for marker in form.markers))
     return next(matching, FALLBACK)

@@ -49,6 +49,7 @@ def as_result(value: Any, tool: str = "") -> ToolResult:
     if isinstance(value, BaseModel):
         try:
             return ToolResult(content=clean_text(value.model_dump_json()))
+        # The slower way below writes the fields that pydantic can write, and the text of those that it cannot.
         except ValueError:  # a field of a type that pydantic does not write, or a surrogate
             pass
     return ToolResult(content=json.dumps(plain_json(value, tool), ensure_ascii=False))
@@ -128,6 +129,8 @@ class _Plain:
         self._left -= 1
         if depth == 0 or self._left < 0:
             return "[nested too deeply]" if depth == 0 else "[too many values]"
+        # Before the plain types: a member of a StrEnum or an IntEnum is a text or a number too, whose value is what
+        # counts.
         if isinstance(value, enum.Enum):
             return self.of(value.value, depth - 1)
         if isinstance(value, str):
@@ -190,6 +193,8 @@ def _items(value: Any) -> Iterable[Any] | None:
     """The items of a value that is a list in JSON: of a list, a tuple, a range, a view of a dict, and an iterator."""
     if type(value).__module__.partition(".")[0] in _ARRAYS or isinstance(value, type):
         return None
+    # Not everything that can be iterated is a list to its reader: an open file, a database's table or a data set of
+    # torch would be read to its end. Iterators, and containers of the standard library, are meant as their items.
     is_iterator, is_container = hasattr(value, "__next__"), hasattr(value, "__iter__")
     if isinstance(value, list | tuple) or is_iterator or (is_container and type(value).__module__ in _CONTAINERS):
         return _bounded(cast("Iterable[Any]", value))
