@@ -53,6 +53,8 @@ def kind_of(spec: SandboxSpec, setup: Setup) -> str:
     words: list[object] = [spec.image, spec.limits, spec.network, spec.covered, sorted(spec.env.items())]
     words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]
     words.append(setup.network)
+    # Whatever a command of the box could notice must be in here, or an episode gets a box that was set up for another
+    # one. A forgotten field costs nothing until two environments differ in it alone.
     digest.update(repr(words).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -138,17 +140,23 @@ class Pool:
         shelf = self._shelf(spec, setup or Setup())
         while shelf.boxes:
             box = shelf.boxes.popleft()
+            # Before the box is tried: the next one is then made while this one answers.
             shelf.wanted.set()
             try:
                 alive = await _is_alive(box)
             except BaseException:
                 await _close_all([box])
                 raise
+            # Boxes may lie for long, and meanwhile the kernel's memory killer, an engine's restart or an operator may
+            # have ended one. Found out here it costs one question; found out by the episode it would be a failure of
+            # its first command.
             if alive:
                 self.counts.warm += 1
                 return box
             self.counts.dead += 1
             await _close_all([box])
+        # Made by the taker itself, not awaited from the refilling task: a backend that fails tells it to someone who
+        # can raise it.
         box = await self._make(shelf)
         self.counts.cold += 1
         return box
@@ -166,11 +174,15 @@ class Pool:
         kind = kind_of(spec, setup)
         if kind not in self._shelves:
             shelf = self._shelves[kind] = Shelf(spec=spec, setup=setup)
+            # The task outlives the step that happened to start it, so its waits must not count for that step's
+            # deadline.
             with unwatched():
                 self._nursery.start_soon(self._refill, shelf)
         self._shelves.move_to_end(kind)
         while len(self._shelves) > max(1, self._most // max(1, self._ready)):
             _, oldest = self._shelves.popitem(last=False)
+            # The task that refills a shelf closes its boxes when it ends. Closed from here, a box that is being made at
+            # this moment would come to a shelf that nobody looks at any more.
             oldest.scope.cancel()
         return self._shelves[kind]
 
@@ -199,9 +211,13 @@ class Pool:
         """A new box, set up; bounded in number and rate. Raises SandboxError."""
         async with self._creating:
             start = max(self._next_start, trio.current_time())
+            # The next start is booked before this one is awaited: two tasks that wait for the same instant would
+            # otherwise both begin at it.
             self._next_start = start + self._interval_s
             await trio.sleep_until(start)
             try:
+                # A backend may be a package of somebody else's and raise anything. In a task of our nursery an unknown
+                # exception would end the pool, and with it the boxes of all episodes.
                 with boundary(SandboxError, f"the backend {self.name!r}:", place=True):
                     box = await self._backend.create(shelf.spec)
                     try:
@@ -250,6 +266,8 @@ async def _is_alive(box: Sandbox) -> bool:
     with trio.move_on_after(_ALIVE_S):
         try:
             with boundary(SandboxError, "a box:"):
+                # A command as the question costs a start of a process in the box for each one that is handed out, so a
+                # backend that knows better is asked first.
                 if isinstance(box, Checkable):
                     return await box.alive()
                 return (await box.exec(["true"], timeout_s=_ALIVE_S)).exit_code == 0

@@ -43,6 +43,8 @@ class Background:
         self._result: ExecResult | None = None
         self._failure: SandboxError | None = None
         self._ended = trio.Event()
+        # A system task, because `start` returns while the process runs, and no nursery of the caller's is known to live
+        # as long. The box ends it in `close`.
         trio.lowlevel.spawn_system_task(self._supervise)
 
     async def _supervise(self) -> None:
@@ -54,6 +56,7 @@ class Background:
             self._failure = error
         finally:
             self._ended.set()
+            # Whoever waits in `receive` looks at `_ended` only when it is woken.
             self._child.changed.set()
 
     @property
@@ -72,6 +75,8 @@ class Background:
         with policy_time(), trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             while not len(child.stdout) and not child.drained and not self._ended.is_set():
                 await child.changed.wait()
+        # What came before the loss is still given out; the failure takes the place of the end. Given as b"" it would
+        # look as if the program had finished, and the policy would be judged by half an output.
         if isinstance(self._failure, SandboxLost) and not len(child.stdout):
             raise self._failure
         return child.stdout.take()

@@ -28,6 +28,7 @@ class CurrentBox:
 
     def _unrecorded(self, what: str) -> Sandbox:
         if self.tape is not None:
+            # The first reason is kept: it is what the author has to change, and the later ones often follow from it.
             self.tape.flaw = self.tape.flaw or what
         return self._live()
 
@@ -92,6 +93,8 @@ class CurrentBox:
             copy.box = await self._live().fork()
 
         await self._done("fork", (), fork)
+        # Calls of copies are told apart on the tape: a grader's box and the policy's may run the same command with
+        # different answers.
         copy.tape, copy._copy = self.tape, self.tape.copied()
         return copy
 
@@ -108,6 +111,7 @@ class CurrentBox:
         return box
 
     async def close(self) -> None:
+        # Forgotten before it is closed: a close that fails must not leave the old box to the next episode.
         box, self.box = self.box, None
         if self._copy and self.tape is not None:
             self.tape.copies_open -= 1

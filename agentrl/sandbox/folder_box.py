@@ -87,6 +87,8 @@ class WorkBox:
                 self._roots(),
                 most_bytes=most_bytes,
                 limit=self._work.limit,
+                # The walk of a large tree cannot be interrupted from outside, as it is a thread. It asks itself whether
+                # its caller still wants the result.
                 still=trio.from_thread.check_cancelled,
             )
         )

@@ -16,6 +16,8 @@ from agentrl.protocols import ExecResult
 
 def own_time_out(result: ExecResult) -> bool:
     """Whether a command used up its own time. Raises HostBusy where its host kept it from running."""
+    # Half, as a program may start threads that wait for a processor on purpose: a small share of starved seconds must
+    # not make its own time-out an excuse.
     if result.timed_out and result.starved_s > 0 and result.starved_s >= result.duration_s / 2:
         raise starved_out(result.starved_s, result.cpu_s or 0.0)
     return result.timed_out

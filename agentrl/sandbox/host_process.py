@@ -34,6 +34,8 @@ class Output:
         self._data = bytearray()
 
     def add(self, chunk: bytes | bytearray) -> None:
+        # The first bytes are kept and not the last, as in a shell that stops reading: a ring would need the whole
+        # output to pass through it, and an endless writer would decide what the policy reads.
         room = self.limit - len(self._data)
         self._data += chunk[:room] if room < len(chunk) else chunk
         self.truncated = self.truncated or room < len(chunk)
@@ -83,6 +85,8 @@ class HostProcess:
         self.used = CpuTime(self.pid)
         """CPU time of the process while it runs. A process that only wraps a command may follow the command instead."""
         assert self._popen.stdin and self._popen.stdout and self._popen.stderr
+        # Duplicates, as `Popen` and trio would both close the same number, and the second close may hit a descriptor
+        # that somebody else has opened since.
         self.stdin = trio.lowlevel.FdStream(os.dup(self._popen.stdin.fileno()))
         self._streams = [trio.lowlevel.FdStream(os.dup(f.fileno())) for f in (self._popen.stdout, self._popen.stderr)]
         for file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
@@ -90,6 +94,8 @@ class HostProcess:
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
         self.changed = trio.Event()  # replaced whenever stdout grew or ended
         self.drained = False
+        # Its end is awaited without reaping it. `waitpid` in a thread does both in one step, after which the group
+        # could only be killed by a number that may be another's.
         self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
 
     async def send(self, data: bytes) -> None:

@@ -43,4 +43,6 @@ class LocalUnsafe(ProcessBackend):
         bounds += f"ulimit -f {limits.file_bytes // 512}; "
         if sys.platform == "linux":
             bounds += f"ulimit -v {limits.memory_bytes // 1024}; "
+        # A shell's `ulimit` and no `preexec_fn`: that one runs Python between fork and exec in a process with threads,
+        # where a lock that another thread held stays locked for ever.
         return [b"/bin/sh", b"-c", f'{bounds}exec "$@"'.encode(), b"sandbox", *command]

@@ -261,6 +261,7 @@ class _Tunnel:
             buffer += data
             while len(buffer) >= _FRAME.size:
                 name, kind, size = _FRAME.unpack_from(buffer)
+                # A frame that is none ends the tunnel: there is no mark by which the next frame could be found again.
                 if size > _MOST_FRAME or kind > _ACK:
                     return
                 if len(buffer) < _FRAME.size + size:
@@ -287,6 +288,8 @@ class _Tunnel:
                 await self.say(name, _DATA, refused.answer())
                 await self.say(name, _END)
             else:
+                # A short channel, so that a slow server holds back its client. It holds back the box's other
+                # connections too, as all share one pipe; what stays bounded is the memory of this process.
                 self._inputs[name], pieces = trio.open_memory_channel[bytes](8)
                 self._nursery.start_soon(self._serve, name, pieces)
         elif (channel := self._inputs.get(name)) is not None:
@@ -429,6 +432,8 @@ class _Connection:
         except (OSError, UnicodeError, trio.TooSlowError):
             raise _Refused(f"{request.host} has no address") from None
         addresses = list(dict.fromkeys(str(each[4][0]) for each in infos))
+        # One that is not public refuses all: taking the public ones only would let the owner of the name try out which
+        # of them we choose.
         if not literal and (private := [each for each in addresses if not _is_public(each)]):
             raise _Refused(f"{request.host} has the address {private[0]}, which is not public")
         for address in addresses:
@@ -530,6 +535,8 @@ def _is_public(address: str) -> bool:
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.ipv4_mapped is not None:
             return _is_public(str(parsed.ipv4_mapped))
+        # Such an address has an IPv4 address within it, private or not, and a translator on the way may deliver it
+        # there.
         if any(parsed in net for net in _TRANSLATED):
             return False
     return parsed.is_global and not parsed.is_multicast
@@ -538,8 +545,12 @@ def _is_public(address: str) -> bool:
 def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]], host: str) -> tuple[bytes, int]:
     """The request for the server itself, and how long its body is: one request a connection. Raises _Refused."""
     url = urlsplit(target)
+    # The server behind the address chooses its site by this header, not by the target: with another name here, one
+    # allowed host would open all sites of its provider.
     if [_host_of(value) for name, value in headers if name == "host"] not in ([], [host]):
         raise _Refused(f"its Host header names another host than {host}")
+    # Two ways to say where a body ends are the way to hide a second request in it, whose host nobody has looked at. One
+    # length, or none.
     if any(name == "transfer-encoding" for name, _ in headers):
         raise _Refused("a body without a length: send Content-Length", HTTPStatus.LENGTH_REQUIRED)
     lengths = {value for name, value in headers if name == "content-length"} or {"0"}
@@ -549,6 +560,7 @@ def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]], hos
     if not re.fullmatch(r"[0-9]{1,12}", length):
         raise _Refused("a length that is none", HTTPStatus.BAD_REQUEST)
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    # Headers of this hop. `upgrade` above all: a connection that has turned into another protocol could carry anything.
     dropped = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
     kept_headers = [f"{name}: {value}" for name, value in headers if name not in dropped]
     lines = [f"{method} {path} HTTP/1.1", f"host: {url.netloc}", *kept_headers, "connection: close", "", ""]

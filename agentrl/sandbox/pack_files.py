@@ -74,6 +74,8 @@ def unpack(
 
     Raises SandboxError if the bytes are no packed box, or another kind of box's; SandboxPathError if they hold more
     than `limit` bytes, or find no room (`bounded`: that is not the host's fault)."""
+    # Emptied before the bytes are looked at: what a failed unpacking leaves is a part of the new tree, and never a
+    # mixture of two.
     for root in roots.values():
         for each in root.iterdir():
             remove_tree(each)

@@ -42,11 +42,15 @@ class Tape:
     ) -> T:
         """The answer of `do()` to the call `what` with the arguments `about`, or the recorded one; `read` and `write`
         turn answers from and into JSON."""
+        # By content and not by order: an environment may ask its box side by side, and which call is first differs from
+        # one time to the next. Equal calls are answered in the order in which they were recorded.
         key = blake2b(repr((what, about)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if self.plays:
             return await self._answer(key, what, about, read)
         try:
             answer = await do()
+        # A refusal is an answer, which the environment has acted upon. Any other failure left no answer, so nothing can
+        # stand for it later.
         except SandboxPathError as error:
             self._keep(key, {"refused": str(error)})
             raise
@@ -72,6 +76,7 @@ class Tape:
         if self._size > self._most and not self.flaw:
             self.flaw = f"the answers of its box come to more than {self._most} bytes"
         if self.flaw:
+            # A record with a gap can restore nothing, so its memory is given back at once.
             self.entries.clear()
         else:
             self.entries.append((key, answer))
@@ -82,6 +87,7 @@ class Tape:
             shown = " ".join([what, *(repr(each) for each in about[:1])])[:200]
             raise EnvError(f"the environment made a call to its box that it had not made before: {shown}")
         answer = self._waiting[key].popleft()
+        # Kept again: the episode that goes on may be moved once more.
         self._keep(key, answer)
         if "refused" in answer:
             raise SandboxPathError(answer["refused"])

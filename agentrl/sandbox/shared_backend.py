@@ -60,6 +60,7 @@ class SharedBackend:
 
     async def leave(self) -> None:
         """One user less; the last one closes the backend."""
+        # A cancelled user has left too. Not counted, it would keep the backend open for the rest of the loop.
         with trio.CancelScope(shield=True):
             async with self._closing:
                 self._users -= 1
@@ -91,6 +92,8 @@ class SharedBackend:
         pool = Pool(plain, ready=self._ready)
         self._done, self._gone = trio.Event(), trio.Event()
         opened = trio.Event()
+        # The pool's nursery has to be entered and left by one task. The first user opens it and the last one closes it,
+        # and these are rarely the same.
         trio.lowlevel.spawn_system_task(self._hold, pool, opened, self._done, self._gone)
         await opened.wait()
         return pool

@@ -150,6 +150,8 @@ class WarmPython:
         except SandboxError:
             pass
         finally:
+            # An interpreter without an answer is in an unknown state: its child may still run, and its late output
+            # would be taken for the answer to the next run.
             if answered:
                 self._idle.append(interpreter)
             else:
@@ -166,6 +168,8 @@ class WarmPython:
             finally:
                 if not alive:  # or the run was cancelled, and nobody else knows of it
                     await interpreter.close()
+        # A machine that cannot start one will not start the next either, and each try costs the run its time. The other
+        # way is only slower.
         if self._failures >= _TRIES:
             return None
         interpreter = None

@@ -82,6 +82,8 @@ class Folder:
     def write(self, path: str, data: bytes) -> None:
         """Write a regular file, making parent folders as needed."""
         with self._faults(path), self._parent(path, make=True) as (parent, name):
+            # `O_NONBLOCK` because the name may be a pipe that nobody reads: opened without it, this thread would wait
+            # for ever. And no `O_TRUNC`: emptied is only what has proved to be a regular file.
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(name, flags, 0o644, dir_fd=parent)
             with os.fdopen(fd, "wb") as file:
@@ -189,6 +191,8 @@ class Folder:
 
     def _resolve(self, path: str, *, make: bool) -> tuple[int, str]:
         """Walk to the last component, following links inside. The caller closes the descriptor."""
+        # The folders walked so far stay open, and `..` goes back to the one that was really walked. The kernel's own
+        # `..` asks where the folder is now, and the box may have moved it out of the tree meanwhile.
         stack = [os.dup(self._fd)]
         try:
             todo = deque(self._inside(path).split("/"))
@@ -203,6 +207,8 @@ class Folder:
                     os.close(stack.pop())
                     continue
                 target = _link_target(stack[-1], part)
+                # Read by us and not followed by the kernel, for which an absolute link starts at this machine's root
+                # and not at the box's.
                 if target is not None:
                     links += 1
                     if links > _MAX_LINKS:
@@ -263,6 +269,8 @@ def faults_of(path: str, *, bounded: bool) -> Generator[None]:
     try:
         yield
     except OSError as error:
+        # A list of the host's faults, and all else the box's: a hostile tree can produce many kinds of errors, and one
+        # that was forgotten in a list of the box's would let a policy end its episode unscored.
         host = error.errno in _HOST_FAULTS or (is_full(error) and not bounded)
         kind = SandboxError if host else SandboxPathError
         raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
@@ -284,6 +292,7 @@ def usage(*roots: Path) -> float:
         try:
             for _, folders, files, fd in os.fwalk(root, onerror=note):
                 for name in (*folders, *files):
+                    # A file may vanish between the listing and the look, as the command runs on.
                     with contextlib.suppress(OSError):
                         total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 + 512
         except (PermissionError, RecursionError):

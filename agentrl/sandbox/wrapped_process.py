@@ -139,6 +139,8 @@ class ProcessBox(WorkBox):
         command = checked_argv(argv)
         inherited = {key: os.environ[key] for key in _KEPT if key in os.environ}
         home = {"HOME": str(self._path), "TMPDIR": str(self._path)}
+        # The mark comes last: a variable of the same name would hide the command's processes from the janitor, and they
+        # would outlive this process.
         variables = checked_env({**inherited, **home, **self.spec.env, **(env or {}), **self._home.mark})
         folder = self._path
         if cwd not in (None, "", "."):
@@ -161,6 +163,8 @@ class ProcessBox(WorkBox):
                     await child.ended()
                 timed_out = deadline.passed
                 await child.end(child.kill_group)
+                # A process that has left the group may hold the pipes as long as it likes. The command has ended, so
+                # its output is what has come until now.
                 pipes.cancel_scope.deadline = trio.current_time() + _DRAIN_S
             child.take_rest()
         finally:

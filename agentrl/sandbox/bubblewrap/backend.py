@@ -61,6 +61,8 @@ class Bubblewrap:
 
     async def create(self, spec: SandboxSpec | None = None) -> BubblewrapBox:
         """A new box. Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
+        # The first episodes of a worker open their boxes at the same moment. Without the lock each of them would probe
+        # the host and leave all but one of the folders behind.
         async with self._opening:
             if self._host is None:
                 self._host = await self._open_host()
@@ -173,9 +175,13 @@ class BubblewrapBox(WorkBox):
             run = self._spawn(argv, cwd, env)
         except CommandRefused as refused:
             return refused.result
+        # The kernel counts kills of the box and not of a command: the difference is this command's, or that of one
+        # beside it, which shares the same memory.
         kills = self._place.oom_kills()
         with policy_time():
             timed_out = await self._drive(run, stdin, wall_s)
+        # Not a time-out to be scored: this machine gave the command no processor for so long that its deadline says
+        # nothing about the code (law 3).
         if timed_out and run.child.used.starved_out:
             raise starved_out(run.child.used.starved_s, run.child.used.cpu_s)
         return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
@@ -197,6 +203,8 @@ class BubblewrapBox(WorkBox):
             kill=run.kill,
             used=lambda: run.child.used,
         )
+        # Not before its bounds hold: a process handed out earlier could be written to while it is in no control group
+        # yet.
         await run.admitted.wait()
         return process
 
@@ -231,6 +239,7 @@ class BubblewrapBox(WorkBox):
             timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=group, cpus=cpus, watch=watch)
         finally:
             self._running.discard(run)
+        # Its processes were killed by `close`; the exit code would read as if the policy's command had crashed.
         if self._closed:
             raise SandboxError("the box was closed while a command ran in it")
         return timed_out

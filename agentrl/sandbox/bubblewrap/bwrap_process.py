@@ -85,6 +85,8 @@ class BoxCommand:
             os.close(gate_write)
             raise
         finally:
+            # Our copies of its ends. Held open, the pipe of the status would never come to an end, and a bwrap that
+            # died in its setup would be awaited for the whole of `_START_S`.
             for fd in theirs:
                 os.close(fd)
         self._status, self._gate = trio.lowlevel.FdStream(status_read), gate_write
@@ -147,11 +149,14 @@ class BoxCommand:
         if self._tree is not None and not self.killed:
             try:
                 if group is not None:
+                    # While bwrap waits at the gate. Moved in later, the command would have had some instants without
+                    # bounds, and what it forked in them would stay outside for good.
                     group.enter(self._pid)
             except ProcessLookupError:
                 pass  # it died in its setup; bwrap says why
             except OSError as error:
                 raise SandboxError(f"cannot bound a new process: {error}") from error
+            # It died in its setup, and there is nobody to let go.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._gate, b"x")
         self.admitted.set()
@@ -170,6 +175,7 @@ class BoxCommand:
         if self._pid:
             with contextlib.suppress(ProcessLookupError):
                 self._tree = os.pidfd_open(self._pid)
+        # The kill came before there was a process to kill: `kill` could only take a note.
         if self.killed:
             self.kill()
 
@@ -206,6 +212,8 @@ class BoxCommand:
                 await self.child.ended()
                 if self._tree is not None:
                     await trio.lowlevel.wait_readable(self._tree)
+                    # Between the end and the reaping: before it the sum is not final, after it /proc has forgotten the
+                    # process.
                     self.cpu_s = cpu_seconds(self._pid)
                     _collect(self._tree)
                 while report := await self._next_report():

@@ -32,6 +32,8 @@ class ControlGroups:
                 groups.append(root)
             if self.version == 2:
                 (self._roots[0] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            # A mount that looks writable may still refuse a limit (a container without its own hierarchy, say). Tried
+            # once here, it decides for the backend; found out at the first box it would fail an episode.
             self.group("probe", Limits()).close()
         except OSError:
             for root in groups:
@@ -49,12 +51,16 @@ class ControlGroups:
         if self.version == 2:
             settings = {
                 folders[0] / "memory.max": memory,
+                # With swap a box that has used up its memory becomes slow instead of being stopped, and slows down the
+                # disk that all boxes share.
                 folders[0] / "memory.swap.max": 0,
                 folders[0] / "pids.max": limits.pids,
                 folders[0] / "cpu.max": f"{quota} {_PERIOD_US}",
             }
         else:
             settings = {
+                # In this order: the kernel refuses a bound of memory and swap together that lies below the bound of
+                # memory.
                 folders[0] / "memory.limit_in_bytes": memory,
                 folders[0] / "memory.memsw.limit_in_bytes": memory,
                 folders[1] / "pids.max": limits.pids,
@@ -78,6 +84,8 @@ class ControlGroup:
     def enter(self, pid: int) -> None:
         """Move a process into the group; processes that it starts later are inside too. Raises OSError."""
         for folder in self._folders:
+            # One write, without a buffer: the answer of the kernel is the result of the write, and a buffered file
+            # would report it when it is closed.
             fd = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:
                 os.write(fd, str(pid).encode())

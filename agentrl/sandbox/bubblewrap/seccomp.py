@@ -158,6 +158,7 @@ def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> No
 
     def add(action: int, names: str, *conditions: pyseccomp.Arg) -> None:
         for name in names.split():
+            # The lists are for two instruction sets, and older calls (open, stat, fork) exist on one of them only.
             if pyseccomp.resolve_syscall(arch, name) >= 0:
                 rules.add_rule(action, name, *conditions)
 

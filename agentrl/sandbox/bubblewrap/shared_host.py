@@ -67,6 +67,8 @@ class Enclosure:
                 _, words = maker.communicate()
                 raise OSError(words.decode(errors="replace").strip() or "no namespace of one's own")
             proc = f"/proc/{maker.pid}"
+            # The descriptors are taken while the maker waits, and keep the namespaces after it is killed. A process
+            # that stays in there for the box's lifetime would be one more thing to end, for each box.
             for name in (f"{proc}/ns/user", f"{proc}/ns/mnt", f"{proc}/root{mountpoint}"):
                 self._fds.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
@@ -105,6 +107,7 @@ def hidden(usr: Path = USR, packages: Iterable[Path] | None = None) -> list[Path
     candidates = [usr / "src"]
     local, interpreter = usr / "local", _interpreter(usr)
     if not interpreter:
+        # What an operator has put into /usr/local differs from machine to machine, and may hold what a task asks for.
         candidates.append(local)
     else:
         folders = {folder for path in interpreter for folder in path.parents if folder.is_relative_to(local)}
@@ -114,6 +117,7 @@ def hidden(usr: Path = USR, packages: Iterable[Path] | None = None) -> list[Path
         candidates += [path / name for path in interpreter for name in ("site-packages", "dist-packages")]
     candidates += [path for path in (_packages() if packages is None else packages) if path.is_relative_to(usr)]
     present = sorted(path for path in candidates if path.exists())
+    # What lies below a hidden folder is hidden already, and cannot be mounted over any more once that folder is empty.
     return [path for path in present if not any(other in present for other in path.parents)]
 
 
@@ -139,6 +143,7 @@ def _packages() -> list[Path]:
     for name in names:
         try:
             spec = importlib.util.find_spec(name)
+        # A broken package of somebody else's, or a `__main__` without a spec: nothing that a box could read.
         except (ImportError, ValueError):
             continue
         if spec is not None:
@@ -150,6 +155,7 @@ class Overlay:
     """Layers that show `usr` without some paths. `lower` is the mount's option, empty where layers cannot be made."""
 
     def __init__(self, mask: Path, without: Iterable[Path], usr: Path = USR) -> None:
+        # These signs divide the options of an overlay, and the escapes for them differ between kernels.
         self.lower = "" if any(sign in str(mask) for sign in ":,\\") else f"lowerdir={mask}:{usr}"
         try:
             mask.mkdir(mode=0o755)
@@ -158,6 +164,7 @@ class Overlay:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.mknod(target, stat.S_IFCHR)  # what hides a name in an overlay; it takes no rights to make
             for folder in mask.rglob("*/"):
+                # The umask of this process may be stricter than the box's user needs.
                 folder.chmod(0o755)
         except OSError:
             self.lower = ""
@@ -219,6 +226,8 @@ class BoxPlace:
         """Bytes on disk; endless where that cannot be measured."""
         used = usage(self.work, self.tmp, self.shm)
         if used == math.inf:
+            # A command may take away the read permission of its own folders. What cannot be measured would otherwise
+            # have no bound at all.
             make_readable(self.work, self.tmp, self.shm)
             used = usage(self.work, self.tmp, self.shm)
         return used
@@ -350,6 +359,8 @@ class Host:
             uid, gid = place.owner
             argv += [str(self._setpriv), f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
         argv += [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        # `--disable-userns` because a namespace of its own would give a command capabilities in it, and with them much
+        # more of the kernel to attack. `--new-session` because a command with our terminal could type into it.
         argv += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
         argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
         inside = place.mountpoint
@@ -362,11 +373,14 @@ class Host:
             argv += ["--bind", str(inside / folder), target]  # one file system, whose bytes and files are bounded
         for source, target in self._readonly.items():
             argv += ["--ro-bind", source, target]
+        # Only what names and certificates need: the rest of /etc names the host's accounts, mounts and services.
         if spec.network:
             for path in ("/etc/resolv.conf", "/etc/ssl/certs"):
                 argv += ["--ro-bind-try", path, path]
         else:
             argv += ["--unshare-net"]
+        # Last, as bwrap creates the mount points of everything above on this root. Both are tmpfs without a bound of
+        # their own: left writable, they would be memory that no limit counts where there is no control group.
         argv += ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [os.fsencode(argument) for argument in argv]
 
@@ -380,6 +394,8 @@ class Host:
             "core": 0,
         }
         if not as_group:
+            # Only without a group: an address space is often much larger than the memory that is used (a runtime
+            # reserves gigabytes and touches a few), so with this bound some programs fail that would fit.
             bounds["as"] = limits.memory_bytes
         return [f"/{_LIMITER}".encode(), *(f"--{name}={value}".encode() for name, value in bounds.items()), b"--"]
 
@@ -437,6 +453,8 @@ def _all_ids_mapped() -> bool:
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():
             inside, _, count = map(int, line.split())
+            # A container's root often has 65,536 ids. A `setpriv` to an id beyond them fails, so such a root keeps its
+            # own user.
             if inside <= _FIRST_UID and inside + count >= _FIRST_UID + _UIDS:
                 return True
     return False

@@ -57,6 +57,8 @@ async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes)
         if event is h11.NEED_DATA:
             http.receive_data(bytes(await stream.receive_some(_CHUNK)))
         elif isinstance(event, h11.InformationalResponse) and event.status_code == 101:
+            # The engine may send the first frames in the same packet as its headers. This is what the SDK's own sockets
+            # lose, and the reason for speaking HTTP here.
             return http.trailing_data[0]
         elif isinstance(event, h11.Response):
             refusal = event.status_code
@@ -115,6 +117,8 @@ class AttachedStreams:
                 self._in_frame = bool(missing_bytes or waiting)
                 self._tell()
                 if output.truncated:
+                    # Not stopped altogether: a command whose output nobody reads blocks for ever, and is then scored as
+                    # one that hangs. Read without a pause, `yes` would take a processor of ours until its deadline.
                     await trio.sleep(_PAUSE_S)
                 chunk = await self._stream.receive_some(_CHUNK)
                 if not chunk:

@@ -212,6 +212,8 @@ class DockerEngine:
                 if not isinstance(cause, OSError) or hasattr(cause, "is_client_error"):  # the SDK's own: an answer
                     raise
                 why = f"{type(cause).__name__}; a call has {self._client.api.timeout:.0f} s"
+                # An engine that answers a ping while one call hangs has a container in trouble; an engine that does not
+                # answer is gone for all boxes. Only the second may let the waiting calls of others fail at once.
                 if self._is_there():
                     raise SandboxLost(f"the docker engine is there, and left a call unanswered ({why})") from cause
                 self._lost_at = time.monotonic()
@@ -235,6 +237,8 @@ class DockerEngine:
         api = self._client.api
         container = await self.call(self._create, spec, uid)
         try:
+            # Attached before it is started: process 1 reads its input from the first instant, and ends if nobody holds
+            # it.
             keeper = await self._hijack(f"/containers/{container}/attach?stdin=1&stream=1", {})
             try:
                 await self.call(api.start, container)
@@ -271,7 +275,10 @@ class DockerEngine:
             nano_cpus=int(min(limits.cpus, self._cpus) * 1e9),
             ulimits=[{"Name": name, "Soft": bound, "Hard": bound} for name, bound in bounds.items()],
             init=True,
+            # The engine removes it when it ends, whoever is alive by then; our own removal is for those that never
+            # started (law 4).
             auto_remove=True,
+            # Else the engine writes all output of process 1 to a file on its disk, which no limit of the box bounds.
             log_config={"Type": "none"},
         )
         container = api.create_container(
@@ -338,6 +345,8 @@ class DockerEngine:
             for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
                 file = _CGROUPS / controllers / path.lstrip("/") / "pids.current"
+                # The id in the path makes sure: with an engine in another container, the process id that it reports
+                # belongs to another namespace, and here it may be any program's.
                 if controllers in ("", "pids") and container in path and file.is_file():
                     return file
         return None
@@ -352,6 +361,8 @@ class DockerEngine:
 
         def look() -> bool:
             filters = {"container": container, "event": "oom"}
+            # Asked by the engine's clock. With ours, an engine a minute behind would report no event at all, and a box
+            # that ran out of memory would read as a broken host.
             now = datetime.fromisoformat(self._client.info()["SystemTime"]).timestamp()
             began = now - (time.time() - since)
             events = self._client.events(since=int(began), until=int(now) + 1, filters=filters)
@@ -369,6 +380,8 @@ class DockerEngine:
                 try:
                     api.remove_container(container, force=True)
                 except Exception as error:
+                    # `auto_remove` may have been quicker. It has to be waited for: a caller takes the return for the
+                    # proof that the box is gone.
                     if "already in progress" not in str(error):
                         raise
                     api.wait(container, condition="removed")

@@ -73,6 +73,8 @@ class Container:
                 # The connection is the container's lifeline: its main program is a `cat` that reads from it. When this
                 # process ends, the connection closes, the `cat` ends, and the container with it (law 4).
                 box._commands.name, box._keeper = await engine.start_container(spec, box._commands.uid)
+            # Looked at before the first command of a policy: an image without `tar` or `find` is the author's mistake,
+            # and in the middle of an episode it would look like the policy's.
             code, _, words = await box._commands.run_script(CHECK)
             output = " ".join(words.decode(errors="replace").split())[:200]
             if code == 2:
@@ -142,7 +144,11 @@ class Container:
             raise CommandRefused("a variable is not UTF-8")
         plain = {key.decode(): value.decode() for key, value in variables.items()}
         before, word = shell_word(folder)
+        # The folder is entered by our script and not by the engine's `workdir`, which would follow a link out of the
+        # work folder, and whose error for a missing folder reads like a failure of the host.
         script += before + ENTER.format(workspace=WORKSPACE, cwd=word)
+        # As arguments beside the script, never pasted into it: so nothing in them needs quoting. Bytes that are no text
+        # cannot pass the engine's JSON, and are spelled out below.
         if all(map(is_text, words)):
             return await self._commands.begin([f'{script}exec "$@"', "sandbox", *map(bytes.decode, words)], plain)
         quoted = [shell_word(each, number) for number, each in enumerate(words)]
@@ -243,6 +249,7 @@ class Container:
         if not paths:
             raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
         data = await trio.Path(paths[0]).read_bytes()
+        # Before the files are put back: a process of the old state that still runs would write into the new one.
         await self._commands.end_all()
         await self._unpack(data)
 
@@ -272,6 +279,7 @@ class Container:
         with trio.CancelScope(shield=True):
             try:
                 if self.name:
+                    # The container first: with it all processes end at once, whatever state their commands are in.
                     await self._engine.remove(self.name)
                 await self._commands.end_all()
             finally:

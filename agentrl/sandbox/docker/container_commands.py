@@ -120,6 +120,9 @@ class ContainerCommands:
                         self.name, ["sh", "-c", *script], self.uid, {**env, MARK: mark}, bound
                     )
                 except SandboxError as error:
+                    # A refusal has two readings: the engine failed, or the box has killed itself by using up its
+                    # memory. The second is the policy's doing and a result (law 3), so it is asked for before the error
+                    # is believed.
                     if not isinstance(error, SandboxLost) and await self._died_of_memory():
                         raise CommandRefused(self.broken, 137) from None
                     raise
@@ -142,6 +145,7 @@ class ContainerCommands:
                     with fair_deadline(pipes, timeout_s, command.used) as deadline:
                         await self._until_ended(command, deadline)
                     timed_out = deadline.passed
+                    # Before the sweep: afterwards the group has no processes left to count.
                     command.used.count()
                     with trio.CancelScope(shield=True):
                         await self._finish(command, timed_out=timed_out, ours=ours)
@@ -192,6 +196,7 @@ class ContainerCommands:
 
             nursery.start_soon(on, command.streams.ended)
             nursery.start_soon(on, command.stop)
+            # Most commands end sooner than this, and cost the engine no question.
             await trio.sleep(_POLL_S)
             nursery.start_soon(ask)
         if failure:
@@ -272,6 +277,8 @@ class ContainerCommands:
             except SandboxLost:
                 raise
             except SandboxError:
+                # The sweep is a process of the box too, and a box at its bound of processes or memory cannot start it.
+                # There is no gentler means left: the kernel ends everything with the container.
                 await self._break("sandbox: the box took all it may have and was destroyed")
                 return
             try:
@@ -307,6 +314,7 @@ class ContainerCommands:
             command = await self.begin([text], {}, output_bytes=limit)
         except CommandRefused as refused:
             raise SandboxPathError(str(refused)) from None
+        # Before the first command of a policy only our own programs are in the box, and a slow read is the host's.
         with policy_time() if self.is_entered else nullcontext():
             timed_out = await self.drive(command, stdin, _FILE_S, ours=True)
         if timed_out:

@@ -97,6 +97,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
         except ssl.SSLZeroReturnError:
             self._ended = True
         except ssl.SSLError as error:
+            # What was received whole is given out first; the next call meets the error again.
             if not self._read:
                 raise trio.BrokenResourceError(str(error)) from error
 
@@ -270,6 +271,8 @@ def _context(folder: Path, setting: str) -> ssl.SSLContext:
                 f"{setting} = {str(folder)!r}: there is no {name}; TLS needs {CA}, {CERTIFICATE} and {KEY} there"
             )
     try:
+        # With `cafile` alone: the CAs of the system are not trusted beside it. An engine gives root on its machine to
+        # whoever speaks to it, and a certificate that any public CA signs is too little for that.
         context = ssl.create_default_context(cafile=folder / CA)
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")  # never asks on the terminal
     except (OSError, ValueError) as error:

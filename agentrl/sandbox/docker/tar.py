@@ -61,6 +61,8 @@ def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str
                     raise SandboxError(f"the packed box is damaged: a folder {name[:40]!r} too many")
                 remaining.remove(name)
                 size = _SIZE.unpack(stream.read(_SIZE.size))[0]
+                # Looked at before it is read: the size is the sender's word, and a packed box may come from a box that
+                # a policy has written.
                 if size > limit:
                     raise SandboxPathError(f"the packed box exceeds {limit} bytes")
                 tar = stream.read(size)
@@ -100,6 +102,8 @@ def unpack(data: bytes, target: Path, limit: int) -> None:
     folder = Folder(target, limit=limit)
     budget = Budget(limit)
     real: set[tuple[str, ...]] = {()}  # folders that are no links
+    # Links come last, when no file is written any more. Made in the archive's order, a link to /etc and after it a file
+    # below the link's name would write outside of the folder; that is the oldest attack with tar.
     links: list[tuple[tuple[str, ...], str]] = []
     modes: list[tuple[str, int]] = []
     try:
@@ -125,6 +129,7 @@ def unpack(data: bytes, target: Path, limit: int) -> None:
             if parts[:-1] in real and stays_inside(goal, len(parts) - 1):
                 with contextlib.suppress(SandboxPathError):
                     folder.link("/".join(parts), goal)
+        # Modes of folders last and from the inside: a folder that its own mode closes could not be filled.
         for name, mode in reversed(modes):
             folder.set_mode(name, mode)
     except (tarfile.TarError, EOFError, ValueError, RecursionError, KeyError) as error:

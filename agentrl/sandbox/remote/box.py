@@ -152,6 +152,8 @@ class RemoteBox:
                 await job.abandon()
             raise
         assert result is not None
+        # The supervisor in the box has moved the command's own deadline already. The deadlines around it lie in this
+        # process, and have to move as well.
         credit_host(result.starved_s)
         if result.timed_out and result.starved_s >= HOST_DEADLINE_S:
             raise starved_out(result.starved_s, result.cpu_s or 0.0)
@@ -304,6 +306,8 @@ class RemoteBox:
         with trio.CancelScope(shield=True):
             try:
                 if self._remote.own_machine:
+                    # A box that is a machine of its own ends with its machine. On this machine its processes would
+                    # stay.
                     await self._helper.ask("stop")
             finally:
                 for job in list(self._running):
@@ -393,6 +397,8 @@ class _Job:
         if self._result is not None:
             return {"ended": True, "out": ""} if channel == "receive" else {}
         self._helper.must_be_open()
+        # The supervisor keeps the answer of the last number of each channel for a repeated call. Two calls at once
+        # would take each other's.
         async with self._locks[channel]:
             number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
             answer: dict[str, Any] = {}

@@ -46,6 +46,7 @@ def become(uid):
     if uid is not None and os.geteuid() == 0:
         for capability in range(64):
             prctl(24, capability, 0, 0, 0)  # out of the bounding set
+        # Groups first, then the user: without root's rights they could not be given up any more.
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -144,6 +145,8 @@ class CommandSupervisor:
             os.close(fd)
         for fd in ours.values():
             os.set_blocking(fd, False)
+        # This pipe closes by itself at the exec, so its end says that the command runs, and what comes before says why
+        # it does not.
         with os.fdopen(pipes[3][0], "rb") as report:
             failure = report.read()
         if failure:
@@ -158,6 +161,8 @@ class CommandSupervisor:
         for target, fd in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
             os.dup2(fd, target)
         keep = pipes[3][1]
+        # The supervisor's own descriptors, its socket above all: a command that held the listener could answer in the
+        # supervisor's place.
         for fd in range(3, 256):
             if fd != keep:
                 with contextlib.suppress(OSError):
@@ -172,6 +177,8 @@ class CommandSupervisor:
             os.chdir(inside(raw(request["work"]), raw(request["cwd"])))
         except OSError:
             raise NotADirectoryError(errno.ENOTDIR, "no such folder in the work folder") from None
+        # Python ignores SIGPIPE, and what is ignored stays ignored after an exec: a program whose reader has gone would
+        # write on into errors instead of ending.
         for number in range(1, signal.NSIG):
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 with contextlib.suppress(OSError, ValueError):
@@ -510,6 +517,8 @@ def watch(path, seconds):
         os.dup2(null, fd)
     while time.time() - os.stat(path).st_mtime < seconds:
         time.sleep(min(seconds / 4, 10.0))
+    # Process 1 too: in a container its end is the container's. Where it is not ours to signal, the rest ends all the
+    # same.
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             os.kill(1, number)

@@ -83,6 +83,8 @@ class Helper:
             except SandboxError:
                 raise
             except Exception as error:  # any kind: it is the provider's library that failed
+                # Only calls that may happen twice are made again: nobody knows whether the one that broke has reached
+                # the box, and a piece that is appended twice is another file.
                 if not again or trio.current_time() >= until or self.closed:
                     raise SandboxLost(f"{self.name}: a call was not answered: {_words(error)}") from error
             await trio.sleep(pause)
@@ -90,6 +92,7 @@ class Helper:
 
     async def _call(self, request: str, wait_s: float) -> dict[str, Any]:
         argument, deadline_s = request, CALL_S + wait_s
+        # Linux takes 128 KiB in one argument, and the helper's own text is one beside it.
         if len(request) > _INLINE:
             path = f"{self._state}/{secrets.token_hex(8)}.request"
             await self.remote.write_text(path, request, deadline_s=deadline_s)
@@ -98,6 +101,7 @@ class Helper:
         if self._mark:
             words = ["env", *(f"{key}={value}" for key, value in self._mark.items()), *words]
         output = await self.remote.execute(words, deadline_s=deadline_s)
+        # The mark is searched for, since a provider's shell may greet before it and warn after it.
         line = next((line for line in output.split("\n") if line.startswith("agentrl ")), None)
         if line is None:
             raise SandboxLost(f"the box answered {output[-300:]!r}: it needs python3 (3.9 or later)")

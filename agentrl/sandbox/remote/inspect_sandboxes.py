@@ -59,6 +59,8 @@ class Inspect(RemoteBackend):
         closed = self._kind == "docker" and self._config is None
         if spec.network and closed:
             raise SandboxUnavailable("inspect: this box is to have a network: give config=, a compose file with one")
+        # Refused and not warned about: what such a box reaches is decided where we cannot look, and a spec without
+        # `network` is a promise that the policy reaches nothing.
         if not (closed or spec.network or self._network):
             raise SandboxUnavailable(
                 f"inspect: a box of {self._kind!r} may have a network, and this box is to have none: say network=true "

@@ -81,6 +81,8 @@ class _Deployment:
 
     async def start(self, make: Callable[[], Any]) -> None:
         """Deploy. A deployment that was begun is known, and stopped if it fails or the caller is cancelled."""
+        # Known before it is started: a deployment that fails half-way may have started a machine already, which costs
+        # money until somebody stops it.
         self._deployment = make()
         try:
             await self._call(self._deployment.start, deadline_s=_START_S)
