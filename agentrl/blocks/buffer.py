@@ -69,7 +69,11 @@ class Buffer(Closing):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             RunStore.create(path, "{}").close()
         self.store = RunStore.open(path)
+        # A connection of its own for reading: a trajectory that is read for a `rollout` must not wait for a `put` or a
+        # `take` that writes.
         self.reader = RunStore.read(path)
+        # Whoever opens last has the buffer, as in a run: a notebook's kernel that was restarted finds the old one's
+        # calls refused, instead of sharing one learner's groups with it.
         self.store.lineage.lead()
         self.store.deaths.release_all()  # what a process before played, or held
         self.failure: Exception | None = None  # of a rollout that played into it
@@ -125,6 +129,8 @@ class Buffer(Closing):
                     f"trajectory {trajectory.episode_id} has not ended: put it in when it has a stop reason"
                 )
             spans = [span for turn in trajectory.turns if turn.learns for span in turn.spans]
+            # Refused here and not at the training: how old a token is follows from the step of its version, and a
+            # version that nobody minted has none (law 2). Taken in, the group would never be found too old.
             unknown = sorted({span.version for span in spans if not self.store.versions.knows_version(span.version)})
             if unknown:
                 hint = "publish(learner.weights(), fleet, buffer) before they are played"
@@ -166,10 +172,14 @@ class Buffer(Closing):
                 raise RunFailed(
                     f"step {step} waited {timeout_s:g} s for {size} groups, {self.ready()} are ready: {hint}"
                 )
+            # A signal of the store with a short bound: another process may put groups in, and its signal may be lost
+            # with it.
             self.store.wait_for_work("learner", min(_WAIT_S, left_s))
 
     def checkpoint(self, step: int, folder: str | Path) -> None:
         """A learner's checkpoint of `step` is in `folder`: what was taken up to there is trained for good."""
+        # A checkpoint is tied to a version, so that after a crash the engines and the learner agree again on what the
+        # next tokens are sampled from.
         version = self.store.versions.version_at(step)
         if version is None:
             raise UsageError(f"no weights of step {step} were published with this buffer: publish them before")

@@ -109,6 +109,8 @@ class EngineFleet:
             raise ConfigError("max_context", max_context, f"give 2 to {positions or 'any number of'} tokens")
         async with AsyncExitStack() as stack:
             urls: list[str] = []
+            # One after the other: two engines that start side by side on one GPU each measure the other's memory as
+            # taken, or as free.
             for place in chosen.places:
                 replica = chosen.model_copy(update={"replicas": [place] if place else 1})
                 running = running_engine(folder, replica, door=Door(), max_context=max_context)
@@ -158,6 +160,7 @@ class EngineFleet:
                 failure = error
             finally:
                 nursery.cancel_scope.cancel()
+                # The block may have ended by a cancellation, in which no connection could be closed in order.
                 with trio.move_on_after(_CLOSE_S, shield=True):
                     await fleet.engine.aclose()
         if failure is not None:
@@ -218,6 +221,8 @@ class EngineFleet:
         generation = await self.engine.generate(
             GenerateRequest(
                 request_id=f"sample-{id(self):x}-{number}",
+                # A session for each call: prompts of a notebook have nothing in common, so they may go to any engine,
+                # and no engine keeps their beginnings for the next turn.
                 session=f"sample-{number}",
                 token_ids=token_ids,
                 sampling=SamplingParams(
@@ -249,6 +254,8 @@ class EngineFleet:
         if not isinstance(prompt[0], int):
             return self.renderer.start(cast("Sequence[Message]", prompt), tools)
         token_ids = tuple(cast("Sequence[int]", prompt))
+        # An index beyond the embeddings is an error deep inside an engine, where it may end the requests of others that
+        # it was batched with.
         beyond = [
             token_id
             for token_id in token_ids

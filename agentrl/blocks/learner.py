@@ -100,6 +100,8 @@ class Learner(Closing):
         Raises ConfigError for a loss that is no scalar with a gradient, UsageError for tokens of a weight version whose
         step nobody knows."""
         batch = self._batch(rows)
+        # Trained under another step's number, the ages of its tokens would be wrong by as many steps, and the lag bound
+        # would let through what it has to refuse (law 2).
         if batch.step != self.step_index + 1:
             hint = f"the learner makes step {self.step_index + 1}: call step() once for each take, or load a checkpoint"
             raise UsageError(f"the batch was taken for step {batch.step}: {hint}")
@@ -132,6 +134,7 @@ class Learner(Closing):
         if self._scratch is None:
             self._scratch = OwnedFolder()
             (self._scratch.path / "weights").mkdir()
+        # A new name each time: an engine may still be reading the file before.
         path = self._scratch.path / "weights" / f"{time.time_ns()}.safetensors"
         file = self._inner.export(path, dtype=getattr(torch, dtype))
         train = self._inner.settings.train
@@ -150,6 +153,8 @@ class Learner(Closing):
         """Go on from a checkpoint that `save` wrote. Raises UsageError for a folder that is none."""
         if not Path(folder).is_dir():
             raise UsageError(f"there is no checkpoint in {str(folder)!r}: give a folder that Learner.save returned")
+        # Gradients of the weights that are about to be replaced: added to those of a checkpoint, they would push from a
+        # place where the weights no longer are.
         self._pending = []
         self._inner.load(Path(folder))
 

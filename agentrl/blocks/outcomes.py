@@ -32,6 +32,8 @@ async def score(
         async with places:
             try:
                 outcome = await rewarded(reward, trajectory, EnvCalls(trajectory.task.env, deadline_s))
+            # Zero and no failure: the judge was there, and it was the work that it could not get through. A rewarder
+            # that fails by itself is below, and then nobody is scored (law 3).
             except TimeUp:
                 outcome = 0.0
             except InfrastructureError as error:

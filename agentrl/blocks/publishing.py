@@ -44,6 +44,8 @@ async def publish(weights: Weights, fleet: EngineFleet, buffer: Buffer | None = 
         version = WeightVersion(version=fleet.version + 1, step=weights.step)
     else:
         version = await trio.to_thread.run_sync(buffer.mint, weights.step)
+        # Versions rise: a smaller number looks to a fleet like weights that it has had already, and the wait for it
+        # would end without a reason.
         if version.version <= fleet.version:
             hint = "the fleet serves a newer one that another loop published: start a fleet, or use that loop's buffer"
             raise RunFailed(f"the buffer minted version {version.version}: {hint}")
@@ -54,6 +56,7 @@ async def publish(weights: Weights, fleet: EngineFleet, buffer: Buffer | None = 
         canary=replace(weights.proof, version=version.version) if fleet.settings.canary else None,
     )
     await fleet.take(parcel)
+    # After the delivery: a version that no engine took has sampled nothing, and the learner must not know it.
     weights.published(version.version, version.step)
     if buffer is not None:
         await trio.to_thread.run_sync(buffer.confirm, version)

@@ -51,6 +51,8 @@ class Rollouts:
 
     def __init__(self, fleet: EngineFleet, produce: Callable[[trio.MemorySendChannel[Trajectory]], Any]) -> None:
         self._fleet, self._produce = fleet, produce
+        # Without a buffer in between: what nobody has asked for yet would be sampled from weights that the loop's next
+        # step makes old.
         self._sender, self._receiver = trio.open_memory_channel[Trajectory](0)
         self._scope = trio.CancelScope()
         self._failure: Exception | None = None
@@ -176,6 +178,8 @@ async def _in_memory(
     async with trio.open_nursery() as nursery:
         for group_id, task in enumerate(tasks, 1):
             for member in range(group_size):
+                # In this loop and not in the task: an endless source would otherwise start tasks without end, each of
+                # which waits for its place.
                 await places.acquire()
                 nursery.start_soon(one, task, group_id, member)
 
@@ -211,6 +215,7 @@ async def _journaled(
 
     async def close_groups(aside: Aside[Any]) -> None:
         while True:
+            # A store that is busy now is not at the next look, and a deadline of a group has time for that.
             with suppress(StoreError):
                 await aside(lambda one: one.buffer.expire(one.now(), context.settings.group_deadline_s))
             await trio.sleep(_EXPIRE_S)
@@ -232,6 +237,8 @@ async def _journaled(
         raise
     finally:
         with trio.CancelScope(shield=True):
+            # Claims that are not handed back look like those of a worker that still plays: the next opening would have
+            # to wait for their end.
             await journal.hand_back(name)
             await journal.aclose()
 

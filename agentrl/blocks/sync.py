@@ -69,9 +69,13 @@ class _Loop:
             if not done.done():
                 done.set_exception(UsageError("the loop of agentrl.blocks.sync has ended with its process"))
 
+        # In the loop's own nursery, which is open for the whole process: engines and episodes go on between two calls,
+        # which no `trio.run` for each call could give.
         self._token.run_sync_soon(self.nursery.start_soon, run)
         try:
             return done.result()
+        # KeyboardInterrupt above all: a stopped cell must stop what it began, or the next cell finds the engines at
+        # work for a call that nobody waits for.
         except BaseException:
             if not done.done():
                 self._token.run_sync_soon(scope.cancel)
