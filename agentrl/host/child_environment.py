@@ -41,6 +41,8 @@ class Withheld:
             return self.database
         if name in _ENGINES:
             return self.engines
+        # Our own variables are decided by their names above: what a child of ours may read must not depend on which
+        # words such a name happens to have.
         ours = name.startswith("AGENTRL_")
         return self.others and not ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
 

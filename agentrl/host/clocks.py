@@ -50,11 +50,15 @@ class HostClock(trio.abc.Clock):
 
     def current_time(self) -> float:
         now = self._now()
+        # Stopped by SIGSTOP, a debugger or a laptop's lid: with the plain clock all deadlines would be over at the
+        # first look afterwards, and every episode that was alive would be lost at once.
         self._time += min(max(now - self._last, 0.0), _LONGEST_S)
         self._last = now
         return self._time
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
+        # A loop that sleeps until its next deadline looks at the clock only then, and a sleep of ten seconds could not
+        # be told from a stop of ten seconds.
         return min(deadline - self.current_time(), _LOOK_S)
 
 
@@ -113,6 +117,8 @@ class CallDeadlines:
             self._turn(before, after)
         else:
             with suppress(trio.RunFinishedError):
+                # A watch belongs to the loop that made it. Another loop's thread may be in the middle of its own
+                # counting.
                 self._token.run_sync_soon(self._turn, before, after)
 
     def credit(self, seconds: float) -> None:
@@ -132,6 +138,7 @@ class CallDeadlines:
         return self._clock.current_time() - self._since
 
     def _settle(self) -> None:
+        # Noted at the first look after the cancellation: what the code does while it unwinds may be for another side.
         if self._scope.cancel_called and self.over is None and self._running is not Whose.HOST:
             self.over = self._running
         passed = self._passed()
@@ -232,6 +239,8 @@ def policy_seconds_left() -> float:
 @contextmanager
 def _time_of(whose: Whose) -> Generator[None]:
     before, watches = _whose.get(), _watches.get()
+    # The same side within itself, which is the commonest case (a tool that calls a box), changes nothing and costs
+    # nothing.
     if before is whose:
         yield
         return

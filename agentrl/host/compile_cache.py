@@ -24,6 +24,8 @@ def place(otherwise: Path | None = None) -> str:
     shared = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)
+    # `lstat` after `mkdir`, and both are needed: the folder may have been there before, as a link or as somebody
+    # else's, and then what lies in it would be run by us.
     facts = shared.lstat()
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
         return str(shared)

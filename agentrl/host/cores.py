@@ -16,6 +16,8 @@ def cores(limit: Path = _CGROUP) -> int:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = limit.read_text().split()
+        # Rounded down: a thread more than the quota pays for does not compute more, it makes the kernel stop all of
+        # them for the rest of each period.
         return max(1, min(bound, int(quota) // int(period)))
     except (OSError, ValueError):  # no control groups, or "max": no quota
         return bound

@@ -42,6 +42,8 @@ class CpuTime:
 
     def follow(self, root: int, *, cpus: float) -> None:
         """Look at the tree of another process from now on."""
+        # At most one: with four, a single thread that ran all the time would look as if three quarters of it had been
+        # withheld.
         self._root, self._cpus = root, min(1.0, cpus)
         self._waits: dict[str, float] = {}
         self._looked_s = time.monotonic()
@@ -68,6 +70,7 @@ class CpuTime:
         used_s = max(0.0, cpu_s - self.cpu_s)
         longest_s = max((wait - self._waits.get(name, 0.0) for name, wait in waits.items()), default=0.0)
         starved_s = max(0.0, min(longest_s, wall_s - used_s / self._cpus))
+        # Never backwards: a process that ended without being waited for takes its seconds with it.
         self._waits, self.cpu_s = waits, max(self.cpu_s, cpu_s)
         self.starved_s += starved_s
         return starved_s

@@ -52,6 +52,8 @@ async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float
 
     was = ""
     while True:
+        # In a thread that may be abandoned: the disk may be a network's, and asking a server that is gone can take
+        # minutes.
         now = await trio.to_thread.run_sync(no_space_on, folder, abandon_on_cancel=True)
         if now and not was:
             say(f"{now}; what was journaled is kept, and the run waits for it")

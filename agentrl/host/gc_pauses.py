@@ -30,6 +30,8 @@ def peak_bytes() -> int:
 def spare_old_objects() -> None:
     """From now on leave old objects alone; call it once all modules are imported."""
     gc.collect()
+    # Modules and their functions are most of what is alive, and none of it ever becomes garbage. Frozen, it is not
+    # walked through at all.
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _NEVER)
 
@@ -39,6 +41,8 @@ async def collect_after_growth() -> None:
     last = peak_bytes()
     while True:
         await trio.sleep(_LOOK_S)
+        # The peak and not what is in use now: it only grows, so a process that frees and takes again the same memory is
+        # not looked through each time.
         if peak_bytes() - last >= GROWTH_BYTES:
             gc.collect()
             last = peak_bytes()

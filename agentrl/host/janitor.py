@@ -136,6 +136,7 @@ class Janitor:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
+            # Without the mark above all: with it the janitor would find itself among the owner's processes.
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **(variables or {})},
             pass_fds=keep_open,
             start_new_session=True,
@@ -171,6 +172,8 @@ class OwnedFolder:
             home.chmod(0o711)
             reap(home)
             self.path = home / label()
+            # Before the folder is made: a death between the two leaves a janitor with nothing to remove, and not a
+            # folder without a janitor.
             self._janitor = Janitor(self.path, patience_s=patience_s, remover=remover)
             self.mark = self._janitor.mark
             self._lock = threading.Lock()
@@ -234,6 +237,8 @@ def remove_tree(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
+    # Python's way first, as it starts no process. Trees that it cannot remove (closed folders, ten thousand levels) are
+    # left to `chmod` and `rm`.
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(path)
     if path.exists():
@@ -247,8 +252,10 @@ def reap(home: Path) -> list[str]:
     """End and remove the remains of dead owners under `home` and among the control groups. Returns their labels."""
     groups = (path for place in (_CGROUPS, *_CGROUPS.glob("*/")) for path in place.glob(f"{_PREFIX}.*"))
     labels = {path.name for path in home.iterdir()}
+    # Groups too, and not folders alone: a janitor that was killed between the two has removed the folder already.
     labels |= {path.name.removeprefix(f"{_PREFIX}.") for path in groups if os.access(path, os.W_OK)}
     dead = sorted(filter(is_dead, labels))
+    # All are started first, then closed one by one: each has its rounds to go, and they go side by side.
     for janitor in [Janitor(home / name) for name in dead]:
         janitor.close()
     return dead
@@ -257,6 +264,8 @@ def reap(home: Path) -> list[str]:
 def _unmount(target: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "umount2"):
+        # Detached and not plainly unmounted: a process of the box that is still ending holds the mount busy, and the
+        # kernel frees it with the last of them.
         libc.umount2(bytes(target), _MNT_DETACH)
 
 

@@ -71,6 +71,8 @@ class about:
 
     def __exit__(self, *_: object) -> None:
         _subject.reset(self._token)
+        # A line without its end, as `print(..., end="")` leaves it, has no later moment at which its ids are still
+        # known.
         if self._subject.begun:
             _print(self._subject.begun, self._subject)
 
@@ -218,6 +220,7 @@ def _relay(sources: Mapping[int, int], objects: int, process: str) -> None:
         for source in select.select(list(rest), [], [])[0]:
             data = os.read(source, 1 << 16)
             *lines, last = re.split(rb"\n" if source == objects else rb"[\r\n]+", rest[source] + data)
+            # Objects are never cut, since half of one is no JSON, and our own code makes none without an end.
             if not data or (len(last) > _MOST and source != objects):
                 lines, last = [*lines, last], b""
             rest[source] = last
@@ -249,6 +252,8 @@ def _main() -> None:
     fd = _diverted(process)
     os.set_inheritable(fd, True)
     os.environ[_TO] = f"{fd}:{process}"
+    # The command takes the place of this process, instead of being its child: so signals, the exit status and the
+    # process id are the command's own, and nobody between has to pass them on.
     os.execvp(argv[0], argv)
 
 

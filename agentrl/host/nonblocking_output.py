@@ -48,6 +48,8 @@ class Unread(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         with self._changed:
+            # The newest text is left out and not the oldest: what waits may be half of a line that is being written
+            # now, and the note about the gap stands where the gap is.
             if self._held + len(text) > _HELD:
                 self._missed += len(text)
             else:

@@ -15,6 +15,8 @@ def free_port(host: str = "127.0.0.1", *, first: int | None = None) -> int:
     A server takes seconds to listen on it, and again after a restart: a port from the system's own range could be
     assigned to another process by then."""
     for attempt in range(_TRIES):
+        # By chance and not in order: two runs that start together would otherwise both find the same port free, since
+        # neither listens on it yet.
         port = first if first is not None and attempt == 0 else secrets.choice(_PORTS)
         with socket.socket() as probe:
             try:

@@ -51,6 +51,8 @@ class SpareCores:
         self._since = self._look()
         if idle is not None and self._since[2] is not None:
             free = (self._since[1] - used + self._since[2] - idle) / (now - began)
+            # What this process used counts as free for it: by idle time alone, an engine that has taken three cores
+            # would see none left, give them back at the next look, and take them again.
             self._threads = min(self._most, max(1, int(free + 1 - _ENOUGH)))
         return self._threads
 
