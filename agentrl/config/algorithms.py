@@ -44,6 +44,8 @@ def read(table: Any, field: str) -> Any:
         algo = algorithm_class.model_validate(switched_off(settings, algorithm_class))
     except ValidationError as error:
         raise config_error(error, algorithm_class, tuple(field.split("."))) from None
+    # The reference is put back after the reading: the other processes of the run read kind and settings from a file,
+    # and have to find the class again.
     return algo.model_copy(update={"kind": kind}) if is_reference else algo
 
 
@@ -79,6 +81,7 @@ def leave(table: dict[str, Any], kind: str) -> None:
         old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
     except UsageError:
         return  # reported where the table is read
+    # Only what the new one has no use for: a clip that both of them know is the user's choice and stays.
     used = new.model_fields.keys() - new.unused
     for name in [name for name in table if name in old.model_fields and name not in used]:
         del table[name]
@@ -124,6 +127,8 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
             continue
         if critic.critic is None:
             critic, critic_of = needed, field
+        # One critic for all, because its values are compared across groups in one step: two that differ in their rate
+        # would be two scales.
         elif (needed.critic, needed.critic_lr) != (critic.critic, critic.critic_lr):
             hint = f"a run has one critic, and {critic_of} another: give both the same critic and critic_lr"
             raise ConfigError(f"{field}.critic", needed.critic, hint)
@@ -144,6 +149,8 @@ def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_
         raise ConfigError("buffer.skip_without_signal", True, hint)
     for field, algo in algorithms.items():
         names = f"{field}.kind = {algo.kind!r}"
+        # The penalty compares the policy with the reference on tokens that an older policy sampled. Without the
+        # correction its expectation is that of other weights, and its gradient points elsewhere.
         if not buffer.synchronous and not algo.corrects and algo.diverges:
             raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if group_size < (least := algo.least_members):

@@ -35,6 +35,8 @@ IN_FLIGHT: Final = (
 )
 """Patterns of the settings that change at the edge of a step, or at a resume."""
 
+# A list of what may change, and not of what may not: a setting that is new tomorrow is then refused until somebody has
+# thought about it.
 AT_A_RESUME: Final = (
     "train.steps",
     "scratch_dir",
@@ -80,6 +82,8 @@ def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
         if not at_a_resume(key):
             hint = f"a run that goes on keeps it ({was!r}): leave it out, or start another run with --out"
             raise ConfigError(key, now, hint)
+    # Not a setting but what follows from two of them: with buffer.close = "auto" a lag bound of 0 closes groups with
+    # all members, and another bound with three in four. Groups of both kinds in one run would be two experiments.
     if before.quorum != after.quorum:
         lags = [state["buffer.max_lag"] for state in (old, new)]
         counts = [

@@ -18,6 +18,7 @@ _ADDRESS = "give postgresql://user@host/database; false, or nothing, is SQLite"
 
 
 def _without_secrets(url: object) -> str:
+    # Errors are printed and logged, and what stands before the @ or behind the ? may be a password.
     return str(url).rpartition("@")[2].partition("?")[0]
 
 
@@ -199,6 +200,8 @@ def _check_controller(
     if not cluster.on_ray and (engine.gpus or train.device != "cpu"):
         hint = "a controller moves GPUs that Ray gives away: give 'ray'; a cluster of this machine alone will do"
         raise ConfigError("cluster.launcher", cluster.launcher, hint)
+    # Every number is tried before the run starts: one that divides nothing would end the run at the move to it, hours
+    # later.
     for ranks in controller.ranks:
         train.over(ranks)
     begins = Split(len(engine.places), train.parallel.ranks)

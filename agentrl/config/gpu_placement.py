@@ -38,6 +38,8 @@ def _taken(engine: _Engine) -> list[int]:
 def start_together(engine: _Engine, *, on_ray: bool) -> bool:
     """Whether all replicas of a policy may start at once: no two of them measure how much of one GPU is free."""
     taken = _taken(engine)
+    # An engine takes a share of the memory that it finds free. Two that measure at once both count the same memory, and
+    # the second one to take it fails.
     return _each_alone(engine, on_ray) or len(set(taken)) == len(taken)
 
 

@@ -56,6 +56,8 @@ class Member:
     @property
     def beaten(self) -> float:
         """The share of games that the policy wins against it, as if one more had been won and one lost."""
+        # Laplace's rule. With the plain share, a member that lost its first game would never be drawn again, as its
+        # weight under "pfsp" were 0.
         return (self.won + 1) / (self.played + 2)
 
 
@@ -85,6 +87,8 @@ def rule(settings: LeagueSettings) -> Rule:
 
 def shares(members: Sequence[Member], settings: LeagueSettings) -> dict[int, float]:
     """How probable each member is to be drawn, by version. Raises ConfigError for a rule that gives no such weights."""
+    # The first one always: it is the fixed point against which progress shows, and a run that only meets its newest
+    # selves may go round in circles without noticing.
     among = [*members[:1], *members[1:][-settings.newest :]]
     weights = [float(weight) for weight in rule(settings)(among)]
     total = sum(weights)
@@ -97,6 +101,8 @@ def shares(members: Sequence[Member], settings: LeagueSettings) -> dict[int, flo
 def given(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, group_id: int) -> frozenset[str]:
     """The roles that past selves play in a group, of those in `tables` (role to "league" or "either"). Of the roles
     that either plays, one is drawn for the policy."""
+    # A generator from the group's number, not one that goes on from group to group: a restarted run, or another worker,
+    # draws the same for the same group.
     chance = random.Random(f"{seed}/{group_id}")
     if chance.random() >= settings.share:
         return frozenset()

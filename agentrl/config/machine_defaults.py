@@ -55,6 +55,8 @@ class Machine:
 def parameters_of(folder: Path) -> int:
     """The number of parameters of the model in `folder`, by the size of its safetensors; 0 if it has none."""
     config = json.loads((folder / "config.json").read_text())
+    # By the size of the files: to count the tensors they would have to be opened, and the choice below has wide
+    # margins.
     width = 4 if (config.get("dtype") or config.get("torch_dtype")) == "float32" else 2
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // width
 
@@ -96,6 +98,8 @@ def fitted(config: RunConfig, machine: Machine, parameters: int) -> tuple[RunCon
     """The configuration for this machine, and the values chosen for it. Raises ConfigError if these contradict the run
     file."""
     values = chosen(config, machine, parameters)
+    # `exclude_unset`, or every default would look as if the user had chosen it, and nothing could be fitted at the next
+    # machine.
     document = config.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
         section, _, name = key.partition(".")

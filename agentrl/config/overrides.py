@@ -16,6 +16,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         raise ConfigError("--set", override, "write it as section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
+    # A bare word is no TOML, and nobody wants to type quotes within quotes in a shell.
     except tomllib.TOMLDecodeError:
         value = text
     *sections, last = key.strip().split(".")
@@ -27,6 +28,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(key, text, f"{section!r} is a value, not a section")
         table = cast("dict[str, Any]", inner)
+    # The run file's settings of another algorithm would be unknown keys of this one, so that no run file with an [algo]
+    # table could be tried with a second algorithm from the command line.
     if (sections, last) == (["algo"], "kind"):
         algorithms.leave(table, str(value))
     table[last] = value

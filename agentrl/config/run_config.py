@@ -391,6 +391,7 @@ class EngineSettings(_Section):
         should hold it is not set."""
         if url.rstrip("/").removesuffix("/v1") not in self.urls:
             return self.own_key
+        # Never our own key to a server that somebody else runs: it opens all engines of this run.
         return None if self.api_key_env is None else key_in(self.api_key_env, "engine.api_key_env")
 
     @property
@@ -536,6 +537,8 @@ class RunConfig(WithRoles, _Section):
         if isinstance(close, int):
             return close
         size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
+        # Three in four: long episodes are the ones that come late, so a smaller quorum would fill the steps with short
+        # ones. The late members are not lost, they are trained when they end.
         return max(2, least, 3 * size // 4) if size > 1 else None
 
     @property
@@ -559,6 +562,8 @@ class RunConfig(WithRoles, _Section):
         by_task = {
             f"tasks.{number}.algo": table.algo for number, table in enumerate(self.tasks) if table.algo is not None
         }
+        # `[algo]` counts only if some tasks use it: an algorithm that trains nothing must not refuse the group size of
+        # one that does.
         default = {"algo": self.algo} if len(by_task) < max(1, len(self.tasks)) else {}
         by_role = {
             f"roles.{number}.algo": table.algo for number, table in enumerate(self.roles) if table.algo is not None
@@ -755,6 +760,8 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise config_error(error, RunConfig) from None
+    # Made absolute once, here: the processes of a run have other working folders than the shell in which the run file
+    # was named.
     beside = {name: [entry.beside(folder) for entry in getattr(config, name)] for name in ("tasks", "rewards")}
     return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
 
@@ -770,6 +777,7 @@ def from_json(text: str, path: object = "the run's configuration") -> RunConfig:
     stored = json.loads(text)
     document = cast("dict[str, Any]", stored if isinstance(stored, dict) else {})
     format = document.pop("format", 0)
+    # Looked at before the settings are: another format's unknown keys would be reported as mistakes of the user.
     if format != RUN_FORMAT:
         raise FormatError(path, "run format", format, RUN_FORMAT)
     return parse(document)

@@ -60,6 +60,8 @@ def switched_off(table: dict[str, Any], model: type[BaseModel]) -> dict[str, Any
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
+    # `strict`, as pydantic would otherwise read "16" as a number and 1 as true: in a run file each of them is a slip
+    # that somebody should hear about. `frozen`, as a section is shared between all parts of a process.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
     @model_validator(mode="before")
@@ -353,6 +355,8 @@ class RewardSource(Section):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
         if self.url is not None and not (self.kind == "teacher" and self.url == "policy"):
             check_url("rewards.url", self.url)
+        # Ng et al. (1999): shaping leaves the best policy as it is because the differences add up to nothing over an
+        # episode. With some of them missing they do not.
         if self.kind == "shaping" and self.late == "partial":
             hint = "a part of the differences of a potential adds up to a reward: give 'drop' or 'neutral'"
             raise ConfigError("rewards.late", self.late, hint)

@@ -221,6 +221,7 @@ class Train(Section):
     def over(self, ranks: int) -> Self:
         """Return these settings over so many ranks. Raises ConfigError if that is not possible."""
         parallel = {**self.parallel.model_dump(), "ranks": ranks}
+        # Validated anew: `model_copy` would skip the checks, and the number of ranks decides on most of them.
         return type(self).model_validate({**self.model_dump(), "parallel": parallel})
 
     @property

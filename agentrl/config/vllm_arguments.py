@@ -65,8 +65,11 @@ def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str], *, example: str) -> dict[str, Any]:
     """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with the
     reason from there, and for a name that no argument can have."""
+    # Both spellings are one argument: otherwise `max_model_len` would pass by the list that refuses `max-model-len`.
     by_flag = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, value in by_flag.items():
+        # A name becomes a word of a command line. One with a blank or an equals sign could bring along a second
+        # argument that the list above refuses.
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
             raise ConfigError(f"{table}.{name}", value, f"write its long name, as {example}")
         if name in reserved:

@@ -39,4 +39,6 @@ def chosen(sync: str, *, adapters: bool, objects: bool) -> str:
     `adapters`, else a file of all weights, or what changed if it goes through a store of `objects`."""
     if sync != "auto":
         return sync
+    # Changes pay where bytes are dear. On one machine a whole file costs little, and to work out what has changed costs
+    # a look at all weights.
     return "adapter" if adapters else "delta" if objects else "full"
