@@ -54,6 +54,7 @@ def episode_numbers(context: typer.Context, incomplete: str) -> list[str]:
     ask = "SELECT id FROM episodes WHERE CAST(id AS TEXT) LIKE ? ORDER BY id DESC LIMIT ?"
     try:
         with closing(sqlite3.connect(f"{store.as_uri()}?mode=ro", uri=True, timeout=_PATIENCE_S)) as file:
+            # A connection's timeout bounds the wait for a lock only. A long search in a large store is ended by this.
             file.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
             return [str(number) for (number,) in file.execute(ask, (f"{incomplete}%", _MOST))]
     except (sqlite3.Error, OSError, ValueError):

@@ -57,6 +57,8 @@ def _gpu() -> PartCheck:
 
 
 def _torch() -> PartCheck:
+    # Found without an import, which takes seconds and, where the installation is broken, ends this process instead of
+    # naming the part.
     if importlib.util.find_spec("torch") is None:
         return PartCheck("torch", False, "not installed", _INSTALL, needed=True)
     from importlib.metadata import version
@@ -77,6 +79,8 @@ def bubblewrap() -> PartCheck:
     hint = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
     if shutil.which("bwrap") is None:
         return PartCheck("bubblewrap", False, "not installed", hint, needed=True)
+    # Tried and not looked up: whether namespaces are allowed depends on the kernel, a security module and the container
+    # around us, and each has a switch of its own.
     works = _output(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "echo", "ok"]) == "ok"
     seen = _output(["bwrap", "--version"]) or "?"
     return PartCheck(

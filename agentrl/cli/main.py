@@ -115,6 +115,8 @@ def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
     if error_file := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
         Path(error_file).write_text(line + "\n", encoding="utf-8")
     json_log.tell(f"agentrl: {line}", logging.ERROR)
+    # Threads that hang (a library's, in C) would keep the interpreter from ending. The line above has said all there is
+    # to say.
     if at_once:
         sys.stdout.flush()
         os._exit(code)
@@ -172,6 +174,8 @@ def train(
     if alive:
         from agentrl.run.processes.keep_alive import keep_training
 
+        # The words as they were typed go to the child, not the parsed values: so each option means there what it means
+        # here, those that come later included.
         words = [word for word in sys.argv[1:] if word != "--keep-alive"]
         raise SystemExit(keep_training(words, file, settings, out, resume))
     if resume is not None:
@@ -239,6 +243,8 @@ def evaluate(
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
         _show_evaluation(results, out)
+    # A measurement without one scored episode is not a success rate of 0, and a script that goes on by the exit code
+    # must not take it for one.
     if not all(result.n for result in results):
         raise SystemExit(1)
 

@@ -174,6 +174,8 @@ def simulate(
         return
     console.print(table(rows))
     if measured is not None:
+        # The measured number beside the simulated one: whoever reads the table has to see how far the model is from the
+        # run it was fitted to.
         simulated_idle = next(row.found.idle for row in rows if row.case.present)
         console.print(
             f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {simulated_idle:.1%}."
@@ -183,6 +185,8 @@ def simulate(
     for line in limits(config, None if episode else measured):
         console.print(line, markup=False, highlight=False)
     other = "" if measured is None or file is not None or settings else not_reproduced(rows, measured.idle)
+    # Advice is left out where the run itself was not reproduced: what a simulation says of other settings is worth no
+    # more than what it says of these.
     if line := other or advice(rows):
         console.print(line, markup=False, highlight=False)
     if out is not None:

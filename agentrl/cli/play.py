@@ -125,6 +125,7 @@ def action_of(line: str, tool_format: str = "hermes", tools: Tools = ()) -> str:
         try:
             arguments[key] = json.loads(text)
         except json.JSONDecodeError:
+            # What is no JSON is a text, so that a person need not quote words within words.
             arguments[key] = text
     form = get_format(tool_format)
     return form.write(form.spelled(ToolCall(name, arguments), tools))

@@ -72,6 +72,8 @@ def _entry(kind: registry.Kind, id: str) -> CatalogueEntry:
     try:
         maker: Any = registry.resolve(kind, id)
     except UsageError as error:
+        # A row and no failure: one broken package must not take the list of all others away, which is where its user
+        # looks for the reason.
         return CatalogueEntry(kind, id, "", f"cannot be imported: {error}", ())
     target = f"{maker.__module__}:{maker.__qualname__}"
     parameters = list(parameters_of(maker))

@@ -52,6 +52,7 @@ def logs(
                 read[log] = file.tell()
         if not live:
             return
+        # Polled, as a log may lie on a network's disk, whose changes the kernel of this machine reports to nobody.
         time.sleep(_POLL_S)
 
 
@@ -162,6 +163,8 @@ def submit(
     typed = settings or []
     config = configuration.load(file, ["cluster.launcher=ray", *typed])
     place = (out or Path("runs") / config.name).absolute()
+    # Looked at here, although the folder is the cluster's: with a shared disk it is the same one, and the refusal comes
+    # before a job waits in a queue for it.
     if RunDir(place).store_path.exists():
         raise UsageError(f"{place} holds a run: give another --out, or agentrl train --resume {place} on the cluster")
     job = submitting.submit(address, submitting.entrypoint(file, place, typed), deadline_s=deadline_s)

@@ -67,6 +67,7 @@ def _list_runs(places: list[Path], *, as_json: bool) -> None:
         for run in opened.all():
             try:
                 rows.append(run_answers.line(run))
+            # One folder that cannot be read must not hide the runs beside it.
             except AgentRLError as error:
                 rows.append({"id": run.id, "path": str(run.run.path), "error": str(error)})
     finally:

@@ -13,6 +13,7 @@ _UNWRAPPED = 10_000  # columns
 def console() -> Console:
     """Text for a terminal has its width; text for a file or a pipe is never wrapped."""
     of_terminal = Console()
+    # A pipe has no width, and rich then takes 80 columns: `agentrl status | grep` would meet words that are cut in two.
     return of_terminal if of_terminal.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
 
 
