@@ -107,6 +107,8 @@ async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> 
     chosen = random.Random(task.seed)
     await step_results.start(env, task)
     planned = [*_sweep(env, chosen), *own, *(action_at_random(env, chosen, own) for _ in range(turns))]
+    # Mixed, because many faults need a state: a tool that survives any argument in a fresh episode may fail on it after
+    # a file was removed.
     chosen.shuffle(planned)
     over = False
     for number, action in enumerate(planned):
@@ -130,6 +132,8 @@ def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
         plain = {name: _plain(schema) for name, schema in fields.items()}
         for name, schema in fields.items():
             if schema.get("type") in ("integer", "number"):
+                # All numbers and a draw of the texts: the numbers are few, and which of them breaks a tool nobody
+                # guesses (10**400 is no float, 2**63 no index).
                 odd: Sequence[Any] = NUMBERS
             else:
                 odd = chosen.sample(TEXTS, 3) if schema.get("type") == "string" else chosen.sample(_OTHERS, 3)
@@ -149,6 +153,8 @@ async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
             return await call()
         except Exception as error:
             failed = error
+    # Too slow by the policy's doing is an end that is scored. Too slow by the environment's own code is not, and so it
+    # is the way out that this test looks for.
     if watch.over is clocks.Whose.POLICY or isinstance(failed, PolicyFault):
         return None
     problem = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"

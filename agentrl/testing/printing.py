@@ -39,6 +39,7 @@ def check_linear(
     units, on one line and on many. `size` is the length of the shorter text in characters. A PolicyFault of `read` is a
     valid answer; any other exception is passed on."""
     for unit in _units(words, signs, seeds):
+        # One line, many lines, and a line that begins like a real one: backtracking often starts only behind a match.
         for start, end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
             repeated = unit + end
             short, long = (start + repeated * (length // len(repeated)) for length in (size, _TIMES * size))
@@ -46,6 +47,8 @@ def check_linear(
             if _cpu_s(read, long) > _QUICK_S:  # the best of several runs: other threads may disturb one
                 ratio = min(_cpu_s(read, long) for _ in range(3)) / min(_cpu_s(read, short) for _ in range(3))
                 assert ratio < _RATIO, f"{text}: {_TIMES} times the text cost {ratio:.0f} times the time"
+            # Memory in a run of its own: tracemalloc slows each allocation down, and would make the time that was
+            # measured beside it useless.
             used = _peak_bytes(read, long)
             assert used < _BYTES * len(long), f"{text}: {len(long)} characters took {used} bytes"
 
@@ -59,6 +62,7 @@ def _units(words: Sequence[str], signs: Sequence[str], seeds: int) -> Iterator[s
 
 
 def _cpu_s(read: Callable[[str], object], text: str) -> float:
+    # CPU time of this thread: by the clock, a machine with too much to do would make a linear parser look quadratic.
     began = time.thread_time()
     with suppress(PolicyFault):
         read(text)

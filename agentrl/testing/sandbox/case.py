@@ -37,6 +37,8 @@ class Bench:
         try:
             yield box
         finally:
+            # A case that ran out of time is cancelled in here, and its box must go all the same, or the next case meets
+            # its processes.
             with trio.CancelScope(shield=True):
                 await box.close()
 
@@ -119,6 +121,8 @@ def host_processes(marker: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
+                # By a random text in the command line, as the only thing that survives: a process that escaped has
+                # another parent, group and session.
                 if marker.encode() in (entry / "cmdline").read_bytes():
                     pids.append(int(entry.name))
             except OSError:
@@ -131,6 +135,8 @@ async def must_vanish(marker: str) -> None:
     with trio.move_on_after(GUARD_S / 4):
         for pid in host_processes(marker):
             with suppress(ProcessLookupError):
+                # By descriptor: while the end is awaited, the number may be given to another process, and the case
+                # would then wait for a stranger.
                 descriptor = os.pidfd_open(pid)
                 try:
                     await trio.lowlevel.wait_readable(descriptor)

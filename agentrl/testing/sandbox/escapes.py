@@ -56,6 +56,7 @@ def secret_file() -> Generator[tuple[Path, str]]:
         path = Path(name) / "secret"
         path.write_text(secret)
         Path(name).chmod(0o755)
+        # Readable and writable for all: what keeps the box away has to be its wall, not the permissions of a file.
         path.chmod(0o666)
         yield path, secret
 
@@ -122,6 +123,8 @@ while True:
             with trio.fail_after(GUARD_S):
                 while (await sh(box, "test -e real/l || test -e real/d")).exit_code:
                     pass
+            # A race is won or lost by chance, so the attack is repeated; by time and not by count alone, as a call
+            # takes a millisecond on one backend and a hundred on another.
             enough = trio.current_time() + 10.0
             for number in range(300):
                 if trio.current_time() > enough:
@@ -355,6 +358,8 @@ async def _(bench: Bench) -> None:
     """peeking at the host's processes through /proc"""
     async with bench.box() as box:
         marker = f"peek{secrets.token_hex(8)}"
+        # A process that is surely there: without it, a box that sees nothing at all could not be told from one whose
+        # /proc was just not read.
         with walls.witness(marker):
             script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'"
             listing = await output(box, script)
@@ -369,6 +374,7 @@ async def _(bench: Bench) -> None:
     secret = secrets.token_hex(16)
     os.environ["AGENTRL_RED_TEAM_SECRET"] = secret
     reader, writer = os.pipe()
+    # The mistake that is looked for: a library that opens a descriptor without the flag that closes it at an exec.
     os.set_inheritable(reader, True)
     try:
         async with bench.box() as box:
@@ -439,6 +445,7 @@ async def _(bench: Bench) -> None:
         process = await box.start(["sh", "-c", script])
         with trio.fail_after(GUARD_S):
             assert await process.receive() == b"ready\n"
+        # The counter-test: a marker that is never found would let this case pass on a backend that ends nothing.
         assert host_processes(marker), "the case looks in the wrong place"
     await must_vanish(marker)
 

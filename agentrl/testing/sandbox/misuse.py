@@ -33,6 +33,8 @@ def own_memory() -> int:
 async def _(bench: Bench) -> None:
     """a fork bomb"""
     async with bench.box(limits=Limits(pids=32, wall_s=20.0)) as box:
+        # The proof first: without the bound this attack would take the machine down that runs the test, and with it
+        # every other run there.
         await walls.bounded_processes(box, 32)
         with trio.fail_after(GUARD_S):
             await sh(box, "b() { b | b & }; b; sleep 1", timeout_s=2.0)
@@ -180,6 +182,7 @@ async def _(bench: Bench) -> None:
                 box, "i=0; while [ $i -lt 40 ]; do head -c 2000000 /dev/zero > f$i || exit 1; i=$((i+1)); done; sleep 1"
             )
             used = int(await output(box, "du -sk . | cut -f1")) * 1024
+            # Twice the bound: a backend that can only measure the folder is late by what is written between two looks.
             assert used <= 2 * limits.disk_bytes, f"{used} bytes written past a bound of {limits.disk_bytes}"
             await output(box, "rm -f f*")
             await box.write("after", b"still usable")
@@ -265,6 +268,8 @@ async def _(bench: Bench) -> None:
     async with bench.box(limits=Limits(output_bytes=10_000, wall_s=2.0, cpu_s=30.0)) as box:
         before = own_memory()
         with trio.fail_after(GUARD_S):
+            # Endless for the bound of 10,000 bytes, and with an end of its own: a backend that fails the case must not
+            # fill this machine.
             endless = "yes | head -c 200000000"
             result = await sh(box, f"({endless}) & ({endless}) >&2; sleep 30")
         assert result.timed_out and result.truncated, result
