@@ -94,6 +94,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+# At the import, since nothing later would say it: files of the other project take the place of some of ours, and the
+# first symptom would be a missing attribute somewhere.
 if foreign := other_project():
     hint = "pip uninstall agentrl, then install this one from its checkout or its wheel file"
     raise ImportError(f"files of another project named agentrl are installed here ({foreign}): {hint}")

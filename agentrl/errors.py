@@ -312,9 +312,13 @@ class _Boundary(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Not for KeyboardInterrupt, nor for trio's Cancelled: they are no failure of the code in the block, and an
+        # error in their place would stop what they were sent to stop.
         if not isinstance(error, Exception):
             return
         inner = matters(error)
+        # An error that was named once keeps its name: a SandboxError that comes out of an environment's step is the
+        # sandbox's, not the environment's.
         if isinstance(inner, self._passes):
             if inner is error:
                 return
@@ -356,6 +360,8 @@ def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     frames = [frame for frame in stack if not frame.filename.startswith("<frozen ")]
     foreign = [frame for frame in frames if not frame.filename.startswith((_OURS, *_LOOPS))]
     own_frames = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    # The last frame of the author's code and not the innermost one: a KeyError deep in pandas is of use only with the
+    # line that called it.
     chosen = own_frames or foreign or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
 
@@ -382,6 +388,8 @@ class Tracebacks:
         root, cause = error, error.__cause__
         while isinstance(root, AgentRLError) and cause is not None and (inner := matters(cause)) is not root:
             root, cause = inner, inner.__cause__  # an error that came out of a group has the group as its cause
+        # By class and place, not by text: texts hold seeds and file names, and a thousand failures of one line would be
+        # a thousand kinds.
         kind = type(root).__name__, place_of(root)
         if kind not in self._seen and not self._quiet:
             self._seen.add(kind)
@@ -391,6 +399,8 @@ class Tracebacks:
 def matters(error: BaseException) -> BaseException:
     """The most important error of a group, nested groups included: first one that the user can fix, then one that ends
     the run, then any other of ours, then the rest. An error that is not a group is returned as it is."""
+    # Several tasks often fail for one reason, and the rest only because they were cancelled or met a closed connection.
+    # The first in this order is the one that somebody can act upon.
     ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
 
     def rank(leaf: BaseException) -> int:

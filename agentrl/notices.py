@@ -77,6 +77,8 @@ class NoticeBoard:
         if os.environ.get(STRICT_VARIABLE) == "1" and not by_policy:
             raise StrictInputError(f"{boundary}: {kind[1]}{f' ({place})' if place else ''}, and --strict refuses that")
         with self._lock:
+            # Bounded, as `what` may quote what a policy has written: without a bound, a policy could fill the memory of
+            # its worker and the run's store with kinds.
             if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
                 kind = (boundary, "more kinds of input that is not used")
             entry = self._counts.setdefault(kind, NoticeCount(place=place[:_MOST_TEXT]))
@@ -105,6 +107,8 @@ class NoticeBoard:
         taken: list[NewNotice] = []
         with self._lock:
             for kind, entry in self._counts.items():
+                # At each doubling: a case that comes with every turn is recorded twenty times in a million, and a rare
+                # one at once.
                 if entry.new and (last or entry.new >= entry.count - entry.new):
                     taken.append((*kind, entry.new, entry.place))
                     entry.new = 0

@@ -148,6 +148,8 @@ class Limits:
             kinds, words = (
                 (int, "a whole number") if each_field.type in (int, "int") else (int | float, "a finite number")
             )
+            # Infinity too is refused: a box without a bound is what these limits are there to prevent, and NaN compares
+            # as neither.
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise ConfigError(each_field.name, value, f"give {words} above 0")
 
@@ -176,7 +178,10 @@ class NetworkPolicy:
         host, port = "", None
         with suppress(ValueError, AttributeError):
             url = urlsplit(f"//{entry}")
+            # One spelling of each name, as the proxy compares by text: `PyPI.org.` is the same host as `pypi.org`.
             host, port = (url.hostname or "").lower().rstrip("."), url.port
+        # No patterns: `*.example.com` would also allow the name that somebody else may register or point wherever he
+        # likes.
         if not host or not port or any(sign in entry for sign in "/@*? "):
             raise ConfigError("network.allow", entry, "give host:port, as pypi.org:443")
         return host, port

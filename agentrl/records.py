@@ -254,6 +254,8 @@ class Turn:
         n = len(self.token_ids)
         if len(self.logprobs) != n:
             raise ValueError(f"turn {self.index}: {n} tokens but {len(self.logprobs)} log-probs")
+        # Checked when a turn is made: a token without a version has no age, so the lag bound could not hold for it (law
+        # 2), and nobody could later find out which one it was.
         covered = 0
         for span in self.spans:
             if span.start != covered or span.end <= span.start:
@@ -276,6 +278,8 @@ class Turn:
     def state(self) -> int:
         """A number from 0: a hash of `prompt_ids`, equal for turns that answered the same text."""
         data = array("I", self.prompt_ids).tobytes()
+        # Shifted, as the store's integers have a sign. And not Python's own hash: members of a group are compared that
+        # were played in different processes.
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
     @property
@@ -347,6 +351,7 @@ def member_record(
 
 def _weighted(streams: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> tuple[float, ...]:
     """The weighted sum of a role's streams, turn by turn."""
+    # In one order, always: the sum of floats depends on it, and a baseline must come out equal wherever it is computed.
     sources = sorted(weights)
     return tuple(
         env + sum(weights[source] * value for source, value in zip(sources, values, strict=True))
@@ -422,6 +427,8 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
     parts: list[tuple[int, ...]] = []
     turn = turns[index]
     while True:
+        # From the end to the beginning, and joined once: a conversation of a hundred turns would otherwise be copied a
+        # hundred times.
         parts.append(turn.prompt_ids)
         if turn.parent is None:
             break

@@ -45,6 +45,8 @@ def make(id: str, **kwargs: Any) -> Any:
     annotated = _plain(maker) if isinstance(maker, type | FunctionType) else dict[str, _Kinds]()
     for name in arguments.keys() & annotated.keys():
         value, kinds = arguments[name], annotated[name]
+        # Checked here, since Python does not: `turns = "8"` in a run file would fail in the middle of an episode, far
+        # from the line that said it, and count as the environment's failure.
         if not any(_is(value, kind) for kind in kinds):
             raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_SAID[kind] for kind in kinds)}")
     mode = None if "render_mode" in inspect.signature(maker).parameters else arguments.pop("render_mode", None)
@@ -110,6 +112,7 @@ def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
 
 
 def _is(value: Any, kind: type) -> bool:
+    # A truth value is an integer in Python, and `seed = true` is a slip.
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, {int: Integral, float: Real}.get(kind, kind))  # numpy's too
@@ -156,6 +159,7 @@ def register_all() -> None:
 
 
 def _tell_gymnasium(id: str, *, nondeterministic: bool = False) -> None:
+    # gymnasium warns when an id is registered again, which a notebook does with every second run of a cell.
     gymnasium.registry.pop(id, None)
     gymnasium.register(  # pyright: ignore[reportUnknownMemberType]
         id,

@@ -74,6 +74,7 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     """The callable behind an id, or behind a reference `module:attribute` or `path/to/file.py:attribute`.
 
     Raises UnknownIdError naming the known ids, nearest first."""
+    # Registrations of this process come first: a program that registers an id means its own, whatever is installed.
     if (kind, id) in _registered:
         target = _registered[kind, id]
         return load_reference(target) if isinstance(target, str) else target
@@ -127,6 +128,7 @@ def reference_of(function: Callable[..., Any]) -> str:
     module = sys.modules.get(function.__module__)
     if "<" in function.__qualname__ or module is None:
         raise UsageError(f"{function.__qualname__!r} must be a function at module level: workers import it by name")
+    # In another process `__main__` is another file, so the reference names the file.
     if function.__module__ == "__main__":
         if not getattr(module, "__file__", None):
             raise UsageError(f"{function.__qualname__!r} is defined interactively: put it into a file")
@@ -135,6 +137,7 @@ def reference_of(function: Callable[..., Any]) -> str:
 
 
 def _module_from_file(path: Path) -> Any:
+    # With the path in it: two files of one name, in two folders, are two modules.
     name = f"agentrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -142,10 +145,13 @@ def _module_from_file(path: Path) -> Any:
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs, as an import does it: dataclasses and pickling look their module up there while it is still being
+    # read.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Half of a module must not be found by the next try, which would go on with what it has.
         del sys.modules[name]
         raise
     return module
