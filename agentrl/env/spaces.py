@@ -29,6 +29,8 @@ from agentrl.tokens import images
 _SAMPLE_CHARS: Final = 64
 """Samples stay short: they probe an environment, they do not fill it."""
 
+# Scripts that break what was written for ASCII: line ends within a text, combining marks, two directions, characters of
+# two units in UTF-16.
 _ALPHABETS: Final = (
     (0x20, 0x7E),  # ASCII
     (0x09, 0x0D),  # tabs and line ends
@@ -152,6 +154,8 @@ class Messages(Space[records.Messages]):
             fields = with_images(fields)
             for image in fields.get("images", ()):
                 images.from_url(image["url"])
+                # Sliced for its errors: a content that is no text, and a place that is no number, raise here as they
+                # would in the renderer.
                 fields["content"][: image["at"]]
         except ValueError as error:
             return str(error)
@@ -215,6 +219,7 @@ class _Slots:
         return (self[index] for index in range(self._count))
 
     def __getitem__(self, index: int) -> records.Messages:
+        # By way of a range, which knows negative indices and refuses others.
         start = range(self._count)[index] * (_SIZE_BYTES + _SLOT_BYTES)
         body = start + _SIZE_BYTES
         size = int.from_bytes(bytes(self._memory[start:body]))

@@ -67,6 +67,8 @@ class TextGym(ToolEnv):
         JSON. A frame of pixels is named once as what it is, thousands of numbers: override this method for a better
         text."""
         if self._gym.render_mode == "ansi":
+            # A background colour marks where the player is. Removed like the other codes, it would take the one thing
+            # along that the model has to know.
             drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
         seen = plain(observation)
@@ -200,6 +202,8 @@ class Taxi(TextGym):
 def _made(id: str, kwargs: Mapping[str, Any]) -> AnyEnv:
     """The environment, with its text rendering where it has one."""
     env = gymnasium.make(id, disable_env_checker=True, **kwargs)
+    # Made twice: which modes an environment has stands on the environment, and the mode can be given only when it is
+    # made.
     if env.render_mode is None and "ansi" in env.metadata.get("render_modes", ()):
         env.close()
         env = gymnasium.make(id, disable_env_checker=True, render_mode="ansi", **kwargs)
@@ -245,6 +249,7 @@ def _schema_of(space: Any, names: Sequence[str]) -> Mapping[str, Json]:
 
 
 def _bounds_of(space: Any) -> dict[str, Json]:
+    # JSON has no infinity, so an unbounded side cannot stand in the schema. `contains` checks each number all the same.
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         return {}
     return {"minimum": float(space.low.min()), "maximum": float(space.high.max())}

@@ -96,12 +96,16 @@ class OpenEnv(ToolEnv):
         if self._waiting:  # a call that was ended leaves its answer to the next one
             self.finish()
             raise ToolError("an earlier action is not done: the episode is over")
+        # Left set by no one but a call that still waits: a call that ran past its deadline goes on in its thread, and
+        # takes the answer to the next action as its own.
         self._waiting = True
         try:
             result = self._stepped(action)
         finally:
             self._waiting = False
         reward = float(result.reward or 0.0)
+        # The policy's fault and not the server's: it may have found the action that divides by zero, and an episode
+        # that leaves the loss for that would be a way out of it.
         if not math.isfinite(reward):
             raise ToolError(f"the environment gives {reward} for this action")
         self.reward(reward)
@@ -129,6 +133,8 @@ class OpenEnv(ToolEnv):
                 raise ToolError("the environment does not understand this action") from error
             raise ToolError(f"the environment failed at this action: {error}") from error
         except Exception as error:
+            # The question that tells two cases apart: a session that ends under an action may be the action's doing, as
+            # long as the server still answers. If it does not, this raises EnvError.
             _fetched_schema(self._url)
             if client is self._client:  # else this call was left behind, and another episode runs
                 self.finish()

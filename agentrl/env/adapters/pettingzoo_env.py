@@ -82,6 +82,7 @@ class PettingZoo(RolesEnv):
         for agent, amount in self._env.rewards.items():
             self._returns[str(agent)] += float(amount)
         self.cut_off = any(self._env.truncations.values()) and not any(self._env.terminations.values())
+        # An agent that is out still gets its turn in PettingZoo, in which it must play None. No role is asked for that.
         while self._env.agents and self._gone(self._env.agent_selection):
             self._env.step(None)
         return str(self._env.agent_selection) if self._env.agents else None
@@ -98,6 +99,7 @@ class PettingZoo(RolesEnv):
 
     def _named(self, role: str, text: str) -> str:
         matches = re.findall(r"(?:action|move)\s*[:=]\s*([^\n]+)", text, re.IGNORECASE)
+        # The last one counts: a model that thinks aloud names several moves before it decides.
         word = re.sub(r"[^\w ]", "", matches[-1] if matches else text).strip().casefold()
         for name in self._names[role]:
             if word == re.sub(r"[^\w ]", "", name).casefold():

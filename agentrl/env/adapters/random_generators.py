@@ -20,6 +20,8 @@ class OwnGenerators:
         self._states: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
 
     def run(self, body: Callable[[], T]) -> T:
+        # The states are exchanged and not only seeded: episodes run side by side in one thread, and each draw of one
+        # would move the others' generators on.
         before = (random.getstate(), np.random.get_state())
         _set(self._states)
         try:

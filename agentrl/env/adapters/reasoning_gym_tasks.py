@@ -76,6 +76,8 @@ class ReasoningGym(ToolEnv):
         if answer is None:
             raise ContentParseError("no answer found: write <answer>…</answer>")
         with watch(own_s=self._score_s, policy_s=self._score_s) as watching:  # the wait for a thread does not count
+            # In a thread, as sympy may compute for minutes on a short text, and a loop that it holds stops every other
+            # episode.
             self._score = await in_thread(partial(self._scored, answer))
         if watching.over is not None:
             self.note(scores_late=[self._name])
@@ -84,6 +86,8 @@ class ReasoningGym(ToolEnv):
     def _scored(self, answer: str) -> float:
         sources = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
         python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, sources), strict=True))
+        # The data set's own answer always passes, whatever it looks like: a task that its right answer cannot solve
+        # would be noise in the reward.
         if (python or symbolic) and not is_plain(answer, symbolic=symbolic) and answer != self._entry["answer"]:
             answer = ""
         try:
@@ -132,6 +136,8 @@ def evaluates(verifier: object) -> tuple[bool, bool]:
     python = symbolic = False
     for cls in type(verifier).__mro__[:-1]:
         module = sys.modules.get(cls.__module__)
+        # By the text of the module and not by a list of data sets: a list is right for one version of the package, and
+        # a new data set that calls `eval` would not be on it.
         source = inspect.getsource(module) if module is not None and getattr(module, "__file__", None) else ""
         python = python or _PYTHON.search(source) is not None
         symbolic = symbolic or ("sympy" in source and _SYMPY.search(source) is not None)
@@ -145,6 +151,8 @@ def is_plain(answer: str, *, symbolic: bool) -> bool:
         return False
     try:
         tree = ast.parse(answer.strip(), mode="eval").body
+        # Powers multiply: 9**9**9 has five characters, and its value fills the memory. What is bounded is the product
+        # of exponents within one another.
         return _weight(tree, symbolic) <= _POWER
     except _NotPlain:
         return False

@@ -38,6 +38,8 @@ class TextArena(RolesEnv):
 
     def __init__(self, game: str, *, players: int = 1, kwargs: Mapping[str, Any] | None = None) -> None:
         arena = require("textarena", what="TextArena")
+        # The raw game, as TextArena's wrappers rewrite what a player reads; a role's messages have to stay as the game
+        # said them.
         raw = game if game.endswith("-raw") else f"{game}-raw"
         self.roles = tuple(f"player_{number}" for number in range(players))
         try:

@@ -142,6 +142,8 @@ class TrlEnv(ToolEnv):
                     notices.note("rewards", NOBODY_JUDGES, by_policy=True)
             else:
                 outcome = float(await self._hook(self._env.get_reward))
+        # An author's mistake (a reward function with the wrong arguments) is the same in every episode: raised, it ends
+        # the run at the first one instead of training on zeros.
         except UsageError:
             raise
         except EnvError as error:  # no finite number
@@ -202,6 +204,8 @@ class _MethodTool(FunctionTool):
     arguments are checked by ours, which says the same more strictly."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
+        # Any exception, against our own rule for tools: classes for TRL rely on it that the model reads what a method
+        # raises, and are here unchanged.
         super().__init__(method, ToolOptions(name=method.__name__, errors=(Exception,)))
         self._shown = json.dumps(_as_transformers(super().schema, method))
 

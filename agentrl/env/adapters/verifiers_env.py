@@ -98,6 +98,8 @@ class Verifiers(ProgramEnv):
             context = vf.ModelContext(model=session.model, client=client, sampling=vf.SamplingConfig())
             episode = await env.run_episode(task, context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        # The host's first, wherever they stand in the list: a harness that lost its box often fails in other ways too,
+        # and by the first one alone the policy would be scored for it (law 3).
         for error in errors:
             if error.type in _OF_THE_HOST:
                 raise EnvError(f"verifiers: {error.type}: {error.message}")

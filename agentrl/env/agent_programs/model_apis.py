@@ -114,6 +114,8 @@ class Api(ABC):
         record: what the policy made a program send is the program's to hear of, and no failure of the environment.
         May be called in a thread."""
         try:
+            # The keys first, then the bounds, then the depth, and only then the content: each step may rely on the one
+            # before it, and none of them walks more than a bounded part of what a policy may have sent.
             self.keys.check(body)
             self._bound(body)
             check_plain({key: body[key] for key in self.keys.honoured if key in body}, MAX_DEPTH, "the request")
@@ -121,6 +123,8 @@ class Api(ABC):
             check_tools(conversation.tools)
         except StructuralParseError as error:
             raise UnservedRequest(str(error)) from None
+        # The readers below take the shape for granted, as one check for each field would be longer than they are. A
+        # body of another shape ends in one of these, and the program reads a 400.
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UnservedRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
         if reason := _MESSAGES.why_not(conversation.messages):
@@ -203,6 +207,8 @@ class ChatCompletions(Api):
         delta = _chat_reply(reply)
         for index, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = index
+        # Two chunks and not one for each token: the answer is whole when it is written, since the policy's turn is
+        # journaled before anybody reads it.
         chunks: list[Json] = [
             {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
@@ -245,6 +251,7 @@ class Responses(Api):
         if earlier is not None:
             if not isinstance(earlier, str) or earlier not in self._earlier:
                 raise UnservedRequest(f"no response with id {shown(earlier)!r} in this episode")
+            # OpenAI's rule: the instructions of an earlier response do not carry over.
             before = tuple(message for message in self._earlier[earlier] if message["role"] != "system")
         system = body.get("instructions")
         if system is not None and not isinstance(system, str):
@@ -275,6 +282,7 @@ class Responses(Api):
         return {
             "id": f"resp_{reply.id}",
             "object": "response",
+            # No clock in an answer: a program that prints it, or sends it back, would make each replay another one.
             "created_at": 0,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -78,6 +78,8 @@ async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[OracleResult]:
     """Play every oracle of the task of `seed`, each in an environment of its own; nothing if there are none."""
     verdicts: list[OracleResult] = []
     index = 0
+    # A fresh environment for each oracle, reset to the same seed: oracles close over the episode that was reset, and
+    # what one has done to its box must not help or hinder the next.
     while True:
         env = make()
         try:

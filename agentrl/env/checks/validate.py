@@ -80,6 +80,8 @@ class Validation:
     def drop(self, file: Path) -> int:
         """Write the faulty tasks for the setting `skip`, one JSON object a line; how many they are. Raises UsageError,
         and writes nothing, where every task failed: then it is not the tasks' fault."""
+        # A missing sandbox or a full disk fails every task. Written down, that list would leave out the whole set, on
+        # this machine's account.
         if self.played and len(self.failed) == self.played:
             raise UsageError(f"{file} is not written, as every task failed, first {self.failed[0].reason}")
         rows = {

@@ -128,6 +128,8 @@ class FunctionTool:
     @property
     def schema(self) -> Mapping[str, Json]:
         """Name, description and parameters, as OpenAI's function schema has them; a fresh copy."""
+        # A copy by way of its text: schemas are nested, and a caller that changes its copy (a chat template does) must
+        # not change what the next episode reads.
         return json.loads(self._signature.schema_json)
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
@@ -137,6 +139,8 @@ class FunctionTool:
             result = await call(self._function, blocking=self._blocking, **values)
         except PolicyFault:
             raise
+        # Only what the author has named: a KeyError from a bug of the tool looks like one from a bad argument, and as a
+        # fault of the policy it would be trained on (law 3).
         except self._errors as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
         return as_result(result, self.name)
@@ -219,6 +223,8 @@ class ArgumentCheck:
             jsonschema.Draft202012Validator.check_schema(parameters)
         except jsonschema.SchemaError as error:
             raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
+        # Found when the tool is offered. jsonschema meets it only when a value comes to that part of the schema, in the
+        # middle of an episode.
         if reference := leads_nowhere(parameters, parameters):
             raise UsageError(
                 f"tool {self._name!r} has the reference {reference!r} in its JSON schema, which names nothing"
@@ -229,6 +235,8 @@ class ArgumentCheck:
     def __call__(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
         """The arguments as a tool may take them: 1.0 is 1 where the schema takes integers alone, and stays a float
         elsewhere. Raises ToolArgumentError naming up to three that do not fit."""
+        # Sorted by place, as the order of the checks differs between versions of jsonschema, and a replay must read the
+        # same text. Three of them: a model that gets everything wrong learns nothing from a list of forty.
         errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
         if errors:
             problems = "; ".join(_said(error) for error in errors[:3])
@@ -305,6 +313,7 @@ class _Signature:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ToolArgumentError(f"argument {where!r}: {first['msg']}") from None
+        # What the model left out is left to the function's own default, which need not be a value that JSON has.
         set_fields = model.model_fields_set
         return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in set_fields}
 
