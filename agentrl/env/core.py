@@ -113,6 +113,8 @@ class Env(gymnasium.Env[Messages, str]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in ("reset", "step", "close"):
+            # gymnasium's wrappers call these three and would take the coroutine for the answer. Said at the class,
+            # since at the first step it reads like a wrong tuple.
             if inspect.iscoroutinefunction(vars(cls).get(name)):
                 raise UsageError(f"{cls.__name__}.{name} is async: write async def a{name}, or a plain def {name}")
         if cls.__module__.partition(".")[0] != "agentrl":
@@ -125,6 +127,8 @@ class Env(gymnasium.Env[Messages, str]):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         """Start an episode: the first messages and an info. Overrides begin with `super().reset(seed=seed)`."""
         gymnasium.Env.reset(self, seed=seed)  # pyright: ignore[reportUnknownMemberType]
+        # Both conditions: an author who writes both sides calls `super().reset` from one of them, and must not be led
+        # round in a circle.
         if self._overrides("areset") and not self._overrides("reset"):
             return self._run(self._areset_with, seed, options)
         return (), {}
@@ -178,6 +182,8 @@ class Env(gymnasium.Env[Messages, str]):
             return
         with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
             if self._abandoned is not None:
+                # Half of the time for the call that was left behind: `close` needs what it holds, and usually it ends
+                # as soon as its own wait is over. If it does not, the other half is still there to close without it.
                 with trio.move_on_after(CLOSE_DEADLINE_S / 2):
                     await self._abandoned.wait()
             await call(self.close, blocking=self.blocking)
@@ -225,6 +231,8 @@ class Env(gymnasium.Env[Messages, str]):
     def _run(self, function: Any, *args: Any) -> Any:
         if self._loop is None:
             self._loop = LoopThread()
+            # By the object's end and not by `__del__`: the loop's thread would otherwise live as long as the process
+            # for each environment that somebody forgot to close.
             weakref.finalize(self, self._loop.stop)
         return self._loop.run(function, *args)
 
@@ -232,6 +240,8 @@ class Env(gymnasium.Env[Messages, str]):
         return await self.areset(seed=seed, options=options)
 
     async def _in_thread(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        # A step that was left behind still works on this instance in its thread. Any further call would run beside it,
+        # on state that neither of them expects.
         if self._abandoned is not None:
             raise EnvError(f"{type(self).__name__}.{what}: an earlier call was cancelled in the middle; make a new one")
         if not self.blocking:

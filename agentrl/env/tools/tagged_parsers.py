@@ -85,12 +85,16 @@ class JsonList(_Tagged):
             position = skip_space(text, position + 1) if listed and text.startswith("]", position) else position
             closed = self._end != "" and text.startswith(self._end, position)
             start = position + len(self._end) if closed else position
+            # Once for the whole list, after the calls in it: those that were read well are run, and the model reads
+            # what was wrong with the rest.
             if last == begin or (self._end and not closed):
                 start = start if closed else self._broken_end(text, start)
                 hint = f"write {self._begin}[, JSON objects, ]{self._end}"
                 yield Span(
                     last, start, Malformed(StructuralParseError(f"the tool calls are broken: {hint}"), text[last:start])
                 )
+            # Always further than the tag: what is broken at its first character would otherwise be found again for
+            # ever.
             start = max(start, begin + len(self._begin))
 
     def _broken_end(self, text: str, at: int) -> int:
@@ -188,6 +192,8 @@ class Parameters(_Tagged):
         super().__init__(name, **more)
         self._tags = tags
         self._call, self._key = re.compile(tags.call), re.compile(r"\s*+" + tags.key)
+        # A closing tag counts only in front of the next parameter or the end of the call. A model that writes an HTML
+        # or XML file as a value has the tag in the middle of it, and the first match would cut the file there.
         follows = rf"(?:{tags.key}|{re.escape(tags.call_end)})"
         self._value_end = re.compile(rf"{re.escape(tags.value_end)}(?=\s*+{follows})")
 
@@ -251,6 +257,8 @@ class Parameters(_Tagged):
             read = decode_whole(value)
         except StructuralParseError:
             return value
+        # The tag says that the value is no text. If it reads as one anyway, the model has put quotes around it, and its
+        # letters as they stand are the least guess.
         return value if isinstance(read, str) else read
 
     @property
