@@ -148,6 +148,8 @@ class Trainer:
 
         Outside of the main thread Ctrl-C does not reach it: `stop` ends it, as does `agentrl stop`. Raises RunFailed if
         the run cannot go on, Interrupted if it was stopped, CallbackError if a callback raised."""
+        # Refused at the door: the supervisor runs a loop of its own, and trio's error about a loop within a loop comes
+        # from deep inside and names neither method nor remedy.
         check_no_loop("Trainer.train")
         self.config = with_held_out_sizes(_fitted(_pinned(self.config)))
         name_shared_rows(self.config)
@@ -357,6 +359,7 @@ def _check_environments(config: RunConfig) -> None:
     checked: list[tuple[str, Mapping[str, Any]]] = []
     untold: dict[str, str] = {}  # by environment, which may be there with several arguments
     for task in (*first_tasks(config), *held_out):
+        # A list and no set, as arguments may hold lists; there are few.
         if (task.env, task.kwargs) not in checked:
             checked.append((task.env, task.kwargs))
             with boundary(EnvError, f"{task.env} raised", place=True):
@@ -458,8 +461,10 @@ def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ())
             try:
                 await supervisor.train()
             finally:
+                # Taken while the supervisor is there, also when the run fails: the summary is written after its end.
                 restarts.update(supervisor.children.restarts)
 
+    # The view outside of the run: what the supervisor says while it ends still has to be shown.
     with view, _stoppable(run, stop):
         run_to_end(run, body, on_tick=view.tick, stop=stop)
     with RunStore.read(run.store_path) as store:
@@ -515,6 +520,7 @@ def evaluate(
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)
     check_startable(config)
+    # An evaluation replaces the folder's content, and a run that trained may be weeks of work behind one wrong --out.
     if _has_trained(RunDir(out)):
         raise UsageError(f"{out} holds a run that trained: give another --out")
     run = RunDir.create(out, config, overwrite=True)
@@ -558,4 +564,5 @@ def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict
         document = config.model_dump(mode="json", exclude_unset=True)
         algo = {"algo": config.algo} if "algo" in config.model_fields_set else {}
         return document | algo | {key: list(getattr(config, key)) for key in ("tasks", "roles") if key in document}
+    # A copy: the sections are filled in below, and a caller in a notebook gives the same mapping to the next Trainer.
     return copy.deepcopy(dict(config))

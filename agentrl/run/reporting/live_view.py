@@ -179,6 +179,7 @@ class LiveView:
     def __enter__(self) -> Self:
         if not self.console.is_jupyter:  # a notebook's streams are no files, though they have a number
             self._printing.enter_context(waiting_for_no_reader())
+        # Without widgets a notebook appends each redrawing to the cell, four times a second.
         if self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None):
             self._live = Live(console=self.console, refresh_per_second=4, transient=False)
             self._live.start()
@@ -317,6 +318,8 @@ def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
     values = _values(rows, key)
     if not values:
         return ""
+    # Means of neighbours and not every n-th value: a reward is noisy from step to step, and a picked value would draw
+    # the noise.
     stride = max(1, len(values) // width)
     means = [fmean(values[start : start + stride]) for start in range(0, len(values), stride)]
     low, high = min(means), max(means)

@@ -66,6 +66,8 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "no_signal": None if idle_end is None else str(idle_end),
         "stopped_early": STOPPED_EARLY.of(store.meta),
         "wall_s": time.time() - (CREATED_S.of(store.meta) or time.time()),
+        # By marks in the store and not by this process's clock: a run that was resumed was trained by several
+        # processes.
         "train_s": ended - started,
         "trainer_idle_share": step_rates.idle_share(steps),
         "held_at_bound_share": sum(row.get("held_s", 0.0) for row in steps) / learner_s if learner_s else 0.0,
@@ -234,6 +236,8 @@ def transcript(trajectory: Trajectory) -> str:
 def quoted(messages: Iterable[Message]) -> Iterator[str]:
     """The lines of these messages, indented, without control characters."""
     for message in messages:
+        # Indented by four, which Markdown shows as it is: a policy's text may hold headings, links and HTML, and this
+        # file is opened in a viewer.
         yield f"    [{message['role']}]"
         calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
         for line in (*message["content"].splitlines(), *calls):
