@@ -257,6 +257,8 @@ class Metrics(StorePart):
                 " FROM episodes WHERE evaluation = 0 AND ended_s IS NOT NULL AND started_s IS NOT NULL"
             )
         assert row is not None
+        # What is left of an episode after its turns: times that were measured apart would need a row more for each
+        # step, for a number that is read once at the end.
         return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
 
     @retried

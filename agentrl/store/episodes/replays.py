@@ -81,6 +81,8 @@ class ReplayedFailures(StorePart):
         `dry_run` nothing changes.
 
         Raises UsageError for a group that there is not."""
+        # The same code for both: a preview of its own would say something else than what happens as soon as one of them
+        # is changed.
         transaction: AbstractContextManager[object] = self._db.read() if dry_run else self._db.write()
         with transaction:
             requeued = self._find(group_ids, bounds)
@@ -104,6 +106,8 @@ class ReplayedFailures(StorePart):
             if asked is not None and group_id not in asked:
                 continue
             nothing.discard(group_id)
+            # In this order the first reason is the one that cannot be changed: an evaluation stays, what a step took
+            # stays, and only after these does age or quarantine matter.
             if purpose != TRAIN:
                 refusals["of an evaluation, which stays as it was measured"] += 1
             elif state in ("taken", "trained"):
