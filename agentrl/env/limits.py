@@ -168,6 +168,7 @@ class Meter:
     def exceeded(self) -> StopReason | None:
         """The first bound that is used up, None while there is room on all."""
         limits = self._limits
+        # In a fixed order, so that an episode that reaches two bounds in one turn ends for the same reason in a replay.
         if limits.turns is not None and self.turns >= limits.turns:
             return StopReason.TURN_LIMIT
         if limits.tokens is not None and self.tokens >= limits.tokens:

@@ -105,6 +105,7 @@ def _flaws(check: Callable[[Subject], Any], subject: Subject) -> tuple[list[Flaw
     environment on the way is a flaw too."""
     flaws: list[Flaw] = []
     try:
+        # One by one: a check that breaks half-way keeps the flaws that it has found before.
         for flaw in check(subject):
             flaws.append(flaw)
     except Skipped as reason:
@@ -144,6 +145,7 @@ def _private_temporary_folder() -> Generator[Path]:
     """A temporary folder that only the checked environment writes to, so that what stays in it is its own."""
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="check_env_") as folder:
+        # Both: Python has read the variable already, and programs that the environment starts read only the variable.
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         try:
             yield Path(folder)

@@ -76,6 +76,8 @@ class ToolFormat(ABC):
         broken = 0
         for span in self.spans(text, start):
             broken += isinstance(span.call, Malformed)
+            # The bound of the whole room: a broken call may be read again from within, so n of them cost n times the
+            # rest of the text. After the bound, what is left is one broken call.
             if broken > MAX_BROKEN:
                 error = StructuralParseError(f"{MAX_BROKEN} tool calls before it are broken: the rest is not read")
                 yield Span(span.begin, len(text), Malformed(error, text[span.begin :]))
@@ -126,6 +128,8 @@ class ToolFormat(ABC):
             if head.startswith(opening):
                 start = len(text) if end < 0 else end + len(closing)
                 return start, text[:start].lstrip().removeprefix(opening).removesuffix(closing).strip()
+            # A closing tag without its opening one is the usual case, not a mistake: many templates open the block in
+            # the prompt. But a call may carry the tag within an argument, when a model writes about thoughts.
             if end >= 0 and not any(
                 span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self._spans(text, 0)
             ):
@@ -140,6 +144,7 @@ def call_at(text: str, at: int, resync: re.Pattern[str]) -> tuple[ToolCall | Mal
     except StructuralParseError as error:
         end = next_match(text, at + 1, resync)
         return Malformed(error, text[at:end].strip()), end
+    # Llama writes "parameters" and most others "arguments"; models mix them up often enough, and the meaning is plain.
     key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
     return call_of(value, text[at:end], key=key), end
 
