@@ -105,6 +105,7 @@ def name_shared_rows(config: RunConfig) -> None:
         if where is None or not trained:
             continue
         rows = read_rows(where)
+        # Named and not refused: a set may hold a few rows on purpose, and only its author knows.
         if shared := sum(_question(row, prompt) in trained for row in rows):
             case = (
                 f"{shared} of {len(rows)} rows of eval.sets.{number} are training rows too: success on them is memory"

@@ -94,6 +94,8 @@ def sampling(config: RunConfig) -> dict[str, Json]:
     settings = config.eval_sampling
     values = {**{name: getattr(settings, name) for name in _OWN}, "stop": list(settings.stop)}
     values["max_tokens_per_turn"] = settings.max_tokens
+    # Only what somebody has set is sent: a server's own defaults are part of what is measured, and some servers refuse
+    # settings that their model does not know.
     set_fields = config.rollout.model_fields_set | config.eval.model_fields_set
     return {to: values[ours] for ours, to in _SAMPLING.items() if ours in set_fields}
 
@@ -203,6 +205,8 @@ class _ResultsFile:
             return
         data = self._path.read_bytes()
         if not data.endswith(b"\n"):
+            # Cut off in the file too: appended to, half of a line and the next one would be one broken line in the
+            # middle.
             data = data[: data.rfind(b"\n") + 1]
             self._path.write_bytes(data)
         for line in data.splitlines():
@@ -217,6 +221,8 @@ async def _play_all(
 ) -> None:
     shared_backend.configure(config.sandbox.arguments())
     try:
+        # Once, before the first episode: without it each of many episodes would be tried three times against an address
+        # at which nobody listens.
         await endpoint.client.reach()
     except EngineUnavailable as error:
         raise UsageError(f"{error}: start the server, or give another --endpoint") from None

@@ -224,6 +224,8 @@ def one_text(facts: RunFacts) -> Advice | None:
     tasks = len({episode.group for episode in same})
     early = [episode for episode in facts.first if episode.turns]
     at_first = share(sum(episode.text == text for episode in early), len(early))
+    # Each of these excuses a run that is sound: a few equal texts, one task that is drawn often, games whose actions
+    # are a word, a run without its first episodes, and a habit that the model has brought along.
     if n < _SAME * len(read) or tasks < _TASKS or len(text) < _TEXT or not early or n < _GREW * at_first * len(read):
         return None
     earned, others = (mean(episode.outcome or 0.0 for episode in group) for group in (same, early))
@@ -265,6 +267,7 @@ def length_drift(facts: RunFacts) -> Advice | None:
     change = mean(now) / max(middle(early), 1e-9)
     longer, shorter = min(now) >= _LONGER * middle(early), max(now) <= _SHORTER * middle(early)
     gained, error = _gain(facts)
+    # Length alone is no fault: longer answers that earn more are what training is for.
     if not (longer or shorter) or gained >= max(_PAYS, error):
         return None
     most = facts.config.rollout.max_tokens_per_turn

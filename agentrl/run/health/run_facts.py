@@ -218,6 +218,8 @@ def read_facts(
         now_s=now_s,
         live=live,
         training=live and PHASE.of(store.meta) in STEPS_COME,
+        # Only where the run is on this machine: the load of the one on which somebody types `agentrl health` says
+        # nothing about another.
         load=os.getloadavg()[0] / (os.cpu_count() or 1) if live and holder(RunDir(path)).pid is not None else None,
         steps=[{**row.values, "step": row.step} for row in rows],
         times=times,
@@ -350,10 +352,12 @@ def _hosts(store: RunStore, since: float, *, after: int) -> dict[str, HostFacts]
     them."""
     first: dict[str, Mapping[str, Any]] = {}
     last: dict[str, Mapping[str, Any]] = {}
+    # Undone ones too: an episode that a host has failed was failed, whether or not its step still counts.
     for row in store.metrics.values("fleet", undone=True, after=max(-1, after)):
         worker = row.values.get("worker")
         if isinstance(worker, str):
             last[worker] = row.values
+            # Workers report counts since their start. The last report before the window is what has to be taken off.
             if row.time_s <= since:
                 first[worker] = row.values
     hosts: dict[str, HostFacts] = {}

@@ -117,6 +117,8 @@ def status(
         "steps": config.train.steps,
         "last_step_ago_s": ago,
         "step_s": pace,
+        # Both bounds: ten times a step of a second is no reason to look, and ten minutes are nothing for a run whose
+        # steps take an hour.
         "late_s": ago if training and ago and pace is not None and ago > max(_LATE_S, _SLOW * pace) else None,
         "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
         "held_out": {step: result.success for results in list(sets.values())[:1] for step, result in results},
@@ -229,6 +231,8 @@ def stop(run: RunDir, deadline_s: float) -> str:
         )
         return _ended(run, deadline_s, f"if it hangs, {mend}")
     try:
+        # The end first, then the go: the other way round the run would go on for a moment with whatever it was stopped
+        # for.
         os.kill(process.pid, signal.SIGTERM)
         os.kill(process.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
     except PermissionError:

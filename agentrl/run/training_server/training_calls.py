@@ -60,6 +60,8 @@ class TrainingCalls:
         self._log, self._learner, self._folder, self._answered = log, learner, folder, answered
         self._most_rank, self._patience_s = most_rank, patience_s
         self._adapters = TrainedAdapters(log, learner, folder, most_tokens=most_tokens)
+        # One thread for everything that touches the learner: torch's modules have no locks, and two adapters that
+        # compute at once would share one model's gradients.
         self._turns, self._thread = FairTurns(1), trio.CapacityLimiter(1)
         self._driven = dict[str, trio.Event]()  # by model: set when a call came since its driver looked
         self._nursery: trio.Nursery | None = None
@@ -102,11 +104,15 @@ class TrainingCalls:
             if (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
                 until = None
                 tokens = max(_BESIDE, len(call.body) / _BYTES_PER_TOKEN)
+                # By tokens and not by calls: a session of long rows would otherwise get as many calls as one of short
+                # rows, and most of the time.
                 async with self._turns.turn(call.session, tokens):
                     await self._computed(call)
                 self._answered(call.id)
             elif (gap := await trio.to_thread.run_sync(self._log.first_waiting, model)) is not None:
                 until = trio.current_time() + self._patience_s if until is None else until
+                # A client numbers its calls, and the network may bring number 5 before number 4. Computed as they come,
+                # a step could be made before the gradients it was meant for.
                 with trio.move_on_at(until) as waited:
                     await came.wait()
                 if waited.cancelled_caught:
@@ -152,6 +158,8 @@ class TrainingCalls:
         except UsageError as error:
             answer = failed_answer(str(error), "user")
         except Exception as error:
+            # What the failed call has left in memory is unknown: half of a backward pass, or a step without its file.
+            # The next call reads the adapter back as the log has it.
             self._adapters.forget(record)
             if is_full(error):
                 raise DiskFull(f"call {call.id} cannot be written: {error}") from error
@@ -286,6 +294,7 @@ def model_id(session: str, number: int) -> str:
 
 
 def _weights_record(call: Call, record: ModelRecord, kind: WeightsKind, name: str | None) -> WeightsRecord:
+    # The name becomes a part of a path, and of a URL that clients take apart at its slashes.
     if name is not None and (not name or "/" in name or len(name) > 256):
         raise ConfigError("path", name, "give a name of at most 256 characters without '/'")
     path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"

@@ -95,6 +95,7 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
         key, model = _key(settings, folder), model_dir(settings.model)
         # Before the model is loaded: a port that is taken is reported in a second and not after minutes.
         listeners = await _listening(settings)
+        # In a thread, so that Ctrl-C is heard while a large model is read.
         learner = await trio.to_thread.run_sync(_learner, settings, model)
         engine = settings.engine.model_copy(update={"weights_from": [*settings.engine.weights_from, str(folder)]})
         most_rank = settings.lora_rank if engine.kind == "vllm" else MOST_RANK
@@ -148,6 +149,8 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                 await nursery.start(training.run)
                 await nursery.start(sampling.run)
                 raise_open_files(_BOUNDS)
+                # The door opens last: the first call of a client must find sessions, training and sampling at work, and
+                # calls that an earlier life accepted come before it.
                 nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
                 host = f"[{settings.host}]" if ":" in settings.host else settings.host
                 port = listeners[0].socket.getsockname()[1]
@@ -209,6 +212,8 @@ def _locked(folder: Path) -> Generator[None]:
     """Hold the folder. Raises UsageError if another server does."""
     with (folder / "lock").open("w") as lock:
         try:
+            # A lock of the kernel and no file with a process id: it goes with its process, so that a server which was
+            # killed leaves nothing that somebody has to remove.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(f"--state {str(folder)!r}: another server has it: end that one, or give another") from None
