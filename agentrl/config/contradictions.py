@@ -68,7 +68,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 def _of_engines(config: RunConfig) -> Iterator[str]:
     engine, set_keys = config.engine, config.engine.model_fields_set
     if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
-        yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
+        more = "give engine.replicas the GPUs of another" if engine.gpus else "--set engine.replicas=2"
+        yield f"engine.hedge_after has no effect while there is one engine: {more}"
     if engine.weights_url is not None and config.sends_adapters:
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
     if engine.kind == "sglang" and "kv_cache_mb" in set_keys and not engine.urls:

@@ -46,8 +46,8 @@ def device_of(train: Train) -> torch.device:
     # setting's name.
     seen = torch.cuda.device_count()
     if train.gpus and max(train.gpus) >= seen:
-        if train.parallel.ranks == 1:
-            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
+        if train.parallel.ranks == 1 or "," in train.device:
+            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give those, or 'cpu'")
         hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
         raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
     return torch.device("cuda", train.gpus[0]) if train.gpus else torch.device("cpu")
