@@ -112,9 +112,9 @@ async def test_law_8_output_is_whole_also_where_its_supervisor_had_no_time_to_re
     here: HereBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than one read lies in the pipe when the command ends, and on a busy machine the time to read is over."""
-    text = remote_box._helper()  # pyright: ignore[reportPrivateUsage]
+    text = helper_calls._helper()  # pyright: ignore[reportPrivateUsage]
     assert "DRAIN_S = 1.0" in text
-    monkeypatch.setattr(remote_box, "_helper", lambda: text.replace("DRAIN_S = 1.0", "DRAIN_S = 0.0"))
+    monkeypatch.setattr(helper_calls, "_helper", lambda: text.replace("DRAIN_S = 1.0", "DRAIN_S = 0.0"))
     box = await here.create(SandboxSpec(limits=Limits(output_bytes=4 << 20)))
     large = "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, b'x' * 1_000_000)"
     result = await box.exec(["python3", "-c", large])
