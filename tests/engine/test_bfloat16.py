@@ -142,8 +142,8 @@ def test_auto_is_bfloat16_for_a_large_model_on_a_cpu_that_multiplies_it(
     monkeypatch.setattr(architecture, "multiplies_bfloat16", lambda: multiplies_bfloat16(cpu))
     monkeypatch.setattr(architecture, "LARGE", large)
     assert engine_dtype(EngineSettings(dtype="auto"), model_dir) == dtype
-    server = main.build(main.parse_arguments(["--model", str(model_dir), "--dtype", "auto", "--kv-cache-mb", "16"]))
-    assert server._batcher.model.dtype == getattr(torch, dtype)
+    engine, _ = main.build(main.parse_arguments(["--model", str(model_dir), "--dtype", "auto", "--kv-cache-mb", "16"]))
+    assert engine.batcher.model.dtype == getattr(torch, dtype)
 
 
 def test_a_machine_that_does_not_tell_its_instructions_multiplies_none(tmp_path: Path) -> None:

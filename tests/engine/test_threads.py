@@ -40,13 +40,13 @@ def test_an_engine_computes_with(
     spare = SimpleNamespace(now=2)
     monkeypatch.setattr(main, "SpareCores", lambda: SimpleNamespace(threads=lambda: spare.now))
     monkeypatch.setattr(architecture, "LARGE", large)
-    server = main.build(main.parse_arguments(["--model", str(make_model(tmp_path / "model")), *options]))
+    engine, app = main.build(main.parse_arguments(["--model", str(make_model(tmp_path / "model")), *options]))
 
     async def ask() -> list[int]:
         seen: list[int] = []
-        driving = asyncio.create_task(server.drive())
+        driving = asyncio.create_task(engine.loop.drive())
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://engine") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             for spare.now in (2, 3):
                 answer = await asyncio.wait_for(client.post("/inference/v1/generate", json=body), 60)
                 assert answer.status_code == 200, answer.text
