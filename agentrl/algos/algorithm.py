@@ -34,6 +34,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializationInfo,
     SerializerFunctionWrapHandler,
     field_serializer,
     model_serializer,
@@ -156,8 +157,9 @@ class Algorithm(BaseModel):
 
     # Settings at their defaults may be left out of a document, but never the kind: another process would read GRPO.
     @model_serializer(mode="wrap")
-    def _with_kind(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {"kind": self.kind, **serialize(self)}
+    def _with_kind(self, serialize: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        document = serialize(self)
+        return document if "kind" in (info.exclude or ()) else {"kind": self.kind, **document}
 
     @model_validator(mode="after")
     # A setting that a kind ignores is refused, and not dropped in silence (law 8): a run with `clip_low` under SAPO
