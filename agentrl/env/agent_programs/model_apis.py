@@ -658,8 +658,10 @@ def _anthropic_parts(message: Fields, where: str) -> Iterable[Message]:
         return [Message(role=role, content=content)]
     blocks = objects(content if content is not None else [], f"{where}.content", MOST_MESSAGES)
     for block in blocks:
-        known = _OF_BLOCK.get(block.get("type", ""), block.keys())
-        _note_unknown(block, frozenset(known), "a key of a block that is not known is left out", f"{where}.content")
+        block_keys = _OF_BLOCK.get(block.get("type", ""), block.keys())
+        _note_unknown(
+            block, frozenset(block_keys), "a key of a block that is not known is left out", f"{where}.content"
+        )
     results = [
         Message(
             role="tool",

@@ -45,11 +45,11 @@ def rewards_of(
     faults: list[str] = []
     if in_json is not None:
         try:
-            given: Any = json.loads(in_json, object_pairs_hook=_once)
+            document: Any = json.loads(in_json, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             faults.append(f"reward.json is not JSON ({error}), so reward.txt counts"[:200])
         else:
-            parts = _parts(given, weighted or {}, faults)
+            parts = _parts(document, weighted or {}, faults)
             other = None if in_text is None else _number(_text(in_text), "reward.txt", faults)
             if parts and other is not None and (reward := total(parts, weighted or {})) != other:
                 faults.append(f"reward.json says {reward:g} and reward.txt {other:g}: reward.json counts")
