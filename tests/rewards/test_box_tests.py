@@ -85,10 +85,12 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "hidden.py").write_text(TESTS)
     worked(store, HALF, RIGHT, WRONG, b"import os; os._exit(0)", b"while True: pass")
-    scorer = scorer_of(store, files=str(tmp_path / "tests"), call_deadline_s=12.0)  # a busy machine starts Python, too
+    # An attempt that a busy machine was too slow for is the host's failure, and is made again: only the box that really
+    # spent its time has a value.
+    scorer = scorer_of(store, files=str(tmp_path / "tests"), call_deadline_s=12.0, retries=4)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
-        await eventually(lambda: len(store.scores.recorded()) == 5)
+        await eventually(lambda: len(store.scores.recorded()) == 5, within_s=240)
         nursery.cancel_scope.cancel()
     assert [one.value for one in store.scores.recorded()] == [0.5, 1.0, 0.0, 0.0, 0.0]
 

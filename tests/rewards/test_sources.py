@@ -39,8 +39,8 @@ def length(seen: Trajectory) -> float:
     return float(len(seen.turns))
 
 
-async def eventually(holds: Callable[[], bool]) -> None:
-    with trio.fail_after(60):
+async def eventually(holds: Callable[[], bool], *, within_s: float = 60) -> None:
+    with trio.fail_after(within_s):
         while True:
             if holds():
                 return

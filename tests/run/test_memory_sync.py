@@ -274,7 +274,7 @@ def test_an_evaluation_has_no_learner_to_send_from(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert build_learner.device_of(run_config().train) == torch.device("cuda")
+    assert build_learner.device_of(run_config().train) == torch.device("cuda", 0)
     train = {"train": run_config().train.model_copy(update={"device": "cuda:1"})}
     with pytest.raises(ConfigError, match=r"train\.device = 'cuda:1': torch sees 1 CUDA devices"):
         build_learner.device_of(run_config().model_copy(update=train).train)
