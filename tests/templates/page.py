@@ -58,7 +58,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Row:
-    """A template in the page, or why its folder is refused."""
+    """A template of the page, or why its folder is refused."""
 
     name: str
     dialect: str = ""
@@ -103,9 +103,12 @@ def page() -> str:
     counted = Counter(cell.result.partition("; the template refuses it")[0] for row in taken for cell in row.cells)
     figures = ", ".join(f"{_SHORT.get(result, result)} {count}" for result, count in counted.most_common())
     lines = [_HEAD, f"{len(taken)} of {len(rows)} templates, {sum(counted.values())} cells: {figures}.\n"]
-    lines += ["| template | dialect | user | tool | two tools | sft |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += ["| templates | dialect | user | tool | two tools | sft |", "| --- | --- | --- | --- | --- | --- |"]
+    # Most templates of a family behave alike: one line for all that do.
+    names: dict[str, list[str]] = {}
     for row in taken:
-        lines.append(f"| {row.name} | {row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {row.sft} |")
+        names.setdefault(f"{row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {row.sft}", []).append(row.name)
+    lines += [f"| {', '.join(alike)} | {results} |" for results, alike in names.items()]
     lines += ["\n## Refused\n", "| template | why |", "| --- | --- |"]
     lines += [f"| {row.name} | {row.refused} |" for row in rows if row.refused]
     return "\n".join(lines) + "\n"
