@@ -34,6 +34,11 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
     assert "did you mean 'lr'" in str(error)
 
 
+def test_what_should_be_a_list_is_named_in_the_words_of_a_run_file() -> None:
+    error = broken(algo={"kind": "grpo", "importance_bounds": 2.0})
+    assert str(error) == "algo.importance_bounds = 2.0: Input should be a list"
+
+
 def test_a_wrong_type_names_field_and_value() -> None:
     error = broken(train={"steps": "many"})
     assert error.field == "train.steps"

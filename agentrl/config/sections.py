@@ -549,7 +549,7 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
     field = ".".join(str(part) for part in (*section, *place))
     if len(place) < len(first["loc"]):  # pydantic has an error for each kind of value, and its own name for the kind
         of_kinds = [other for other in error.errors() if other["loc"][: len(place)] == place]
-        hints = dict.fromkeys(other["msg"].removeprefix("Value error, ").removeprefix("Input ") for other in of_kinds)
+        hints = dict.fromkeys(_hint(other["msg"]).removeprefix("Input ") for other in of_kinds)
         value = min(of_kinds, key=lambda other: len(other["loc"]))["input"]
         return ConfigError(field, value, ", or ".join(hints))
     if first["type"] == "extra_forbidden":
@@ -563,10 +563,18 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
         return ConfigError(field, first["input"], hint)
     if first["type"] == "missing":
         return ConfigError(field, None, "required: give it a value")
-    hint, value = first["msg"].removeprefix("Value error, "), first["input"]
+    hint, value = _hint(first["msg"]), first["input"]
     if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
         value = {name: each_value for name, each_value in cast("dict[str, Any]", value).items() if name in hint}
     return ConfigError(field, value, hint)
+
+
+def _hint(message: str) -> str:
+    """A message of pydantic in the words of a run file, which has lists and tables."""
+    words = message.removeprefix("Value error, ")
+    for python, toml in (("a valid tuple", "a list"), ("a valid list", "a list"), ("a valid dictionary", "a table")):
+        words = words.replace(python, toml)
+    return words
 
 
 def read_section(model: type[_Section], given: _Section | Mapping[str, Any] | None, name: str) -> _Section:

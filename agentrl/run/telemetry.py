@@ -8,11 +8,9 @@ steps, which differ by `attempt`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.errors import DiskFull, StoreError
@@ -67,34 +65,3 @@ class Telemetry(Closing):
     def close(self) -> None:
         """Close the file; the store stays open."""
         os.close(self._fd)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Values gathered between two records: `add` them by name, `flush` their summary.
-
-    >>> tally = Tally()
-    >>> for seconds in (0.25, 0.5, 1.5):
-    ...     tally.add("turn_s", seconds)
-    >>> tally.flush()
-    {'turn_s_n': 3, 'turn_s_mean': 0.75, 'turn_s_p50': 0.5, 'turn_s_p95': 1.5, 'turn_s_max': 1.5}
-    """
-
-    _values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-
-    def add(self, name: str, value: float) -> None:
-        """Add one value."""
-        self._values.setdefault(name, []).append(value)
-
-    def flush(self) -> dict[str, float]:
-        """Return number, mean, nearest-rank percentiles and maximum of each name, and empty the tally."""
-        summary: dict[str, float] = {}
-        for name, values in self._values.items():
-            values.sort()
-            summary[f"{name}_n"] = len(values)
-            summary[f"{name}_mean"] = math.fsum(values) / len(values)
-            summary[f"{name}_p50"] = values[math.ceil(0.50 * len(values)) - 1]
-            summary[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
-            summary[f"{name}_max"] = values[-1]
-        self._values.clear()
-        return summary

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import DiskFull
-from agentrl.run.telemetry import Tally, Telemetry
+from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore, StoreError
 
 from .play import Clock, admit, play, serve
@@ -86,24 +86,3 @@ def test_a_full_disk_is_named(store: RunStore) -> None:
     with Telemetry(store, "/dev/full", "learner") as telemetry, pytest.raises(DiskFull, match="No space left"):
         telemetry.record("step", 1, {"loss": 1.0})
     assert store.metrics.values("step")[0].values == {"loss": 1.0}  # the store has it
-
-
-def test_a_tally_sums_up_and_empties() -> None:
-    """1 to 100 shuffled: mean 50.5, nearest ranks 50 and 95."""
-    tally = Tally()
-    for value in range(100):
-        tally.add("turn_s", float((value * 37) % 100 + 1))
-    tally.add("once", -2.0)
-    assert tally.flush() == {
-        "turn_s_n": 100,
-        "turn_s_mean": 50.5,
-        "turn_s_p50": 50.0,
-        "turn_s_p95": 95.0,
-        "turn_s_max": 100.0,
-        "once_n": 1,
-        "once_mean": -2.0,
-        "once_p50": -2.0,
-        "once_p95": -2.0,
-        "once_max": -2.0,
-    }
-    assert tally.flush() == {}

@@ -23,7 +23,7 @@ def give(parameter: nn.Parameter, whole: Tensor | None) -> None:
     if this torch cannot."""
     if not hasattr(parameter, "grad_dtype"):
         hint = f"torch {torch.__version__} has no gradients wider than weights: pip install --upgrade torch"
-        raise ConfigError("train.weights", "bfloat16", hint)
+        raise ConfigError("train.weights", "bfloat16_alone" if whole is None else "bfloat16", hint)
     # Gradients of several passes are added up in it: in bfloat16 the later ones would vanish in the sum.
     setattr(parameter, "grad_dtype", torch.float32)  # noqa: B010  (torch leaves it untyped)
     # On the parameter itself: whoever has the parameter has its master, without a table that would have to be handed

@@ -119,10 +119,6 @@ class Docker:
                     raise
             return self._engine
 
-    def engine_labels(self) -> dict[str, str]:
-        """The labels of this process's containers on the engine; empty before the first one."""
-        return {} if self._engine is None else {_LABEL: self._engine.owner, _HOST_LABEL: self._engine.host}
-
     async def aclose(self) -> None:
         """Remove all containers. Idempotent."""
         with trio.CancelScope(shield=True):
