@@ -60,6 +60,7 @@ class Played:
     host: str = "one"
     cut: bool = False
     info: dict[str, Any] = field(default_factory=dict[str, Any])
+    answer: str = "ok"
     score: float | None = None
 
 
@@ -67,7 +68,7 @@ class Played:
 class Fault:
     """What goes wrong: `named` is the advice that says so. `episode` and `row` change what is played and measured in
     the `since`-th step after the onset, `store` does something to the run's store, `settings` are of the run file from
-    the beginning, `facts` changes what nobody writes into a store."""
+    the beginning, `facts` changes what nobody writes into a store. `shows`: a part of the evidence."""
 
     name: str
     named: str
@@ -79,6 +80,7 @@ class Fault:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     live: bool = False
     later_s: float = 0.0
+    shows: str = ""
 
 
 class MadeRun:
@@ -219,7 +221,7 @@ class MadeRun:
                 ended_s=began + one.seconds,
             )
             self.store.journal.journal_turn(claim.episode_id, claim.fence, turn)
-            step = Step(observation=({"role": "tool", "content": "ok"},), terminated=last, info=one.info)
+            step = Step(observation=({"role": "tool", "content": one.answer},), terminated=last, info=one.info)
             self.store.journal.journal_step(claim.episode_id, claim.fence, index, step)
         self.now = began + one.seconds
         failed = one.stop in _FAILED
@@ -588,7 +590,8 @@ FAULTS = (
         name="a tool is broken",
         named="tool_fails",
         what="every call of `run` fails",
-        episode=_set(info={"tool_errors": {"run": 1}}),
+        episode=_set(info={"tool_errors": {"run": 1}}, answer="Error: 403 forbidden: the service wants a token"),
+        shows="most often with 'Error: 403 forbidden",
     ),
     Fault(
         name="the environment raises",

@@ -34,6 +34,7 @@ def test_a_fault_is_named_within_three_steps_by_its_own_name_alone(
             made.step()
         (advice,) = made.advice()
     assert advice.name == fault.named
+    assert fault.shows in advice.evidence
     assert advice.cause and advice.evidence and any(letter.isdigit() for letter in advice.evidence)
     config = RunDir(tmp_path / "run").config()
     for setting in advice.settings:  # what it says can be typed

@@ -107,7 +107,9 @@ def page() -> str:
     # Most templates of a family behave alike: one line for all that do.
     names: dict[str, list[str]] = {}
     for row in taken:
-        names.setdefault(f"{row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {row.sft}", []).append(row.name)
+        names.setdefault(f"{row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {row.sft}", []).append(
+            row.name
+        )
     lines += [f"| {', '.join(alike)} | {results} |" for results, alike in names.items()]
     lines += ["\n## Refused\n", "| template | why |", "| --- | --- |"]
     lines += [f"| {row.name} | {row.refused} |" for row in rows if row.refused]

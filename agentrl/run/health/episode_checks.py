@@ -104,10 +104,12 @@ def tool_fails(facts: RunFacts) -> Advice | None:
             tool in turn.text for turn in facts.turns if not turn.parse_failure and tool not in turn.tool_errors
         )
         if failed >= _LEAST_CALLS and share(failed, failed + worked) >= _USELESS:
+            answers = Counter(turn.answer for turn in facts.turns if tool in turn.tool_errors)
+            (answer, _), *_ = answers.most_common()
             return Advice(
                 name="tool_fails",
                 cause=f"tool {tool!r} fails whenever it is called",
-                evidence=f"{failed} of {failed + worked} calls failed",
+                evidence=f"{failed} of {failed + worked} calls failed, most often with {answer[:_SHOWN]!r}",
                 commands=(f"agentrl play {facts.config.env.id}", f"agentrl view {facts.path}"),
             )
     return None

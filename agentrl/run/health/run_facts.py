@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from agentrl.config import RunConfig
+from agentrl.env.chat_messages import text_of
 from agentrl.errors import StoreError
 from agentrl.host.disk_space import no_space_on
 from agentrl.records import GroupState, StopReason, Trajectory
@@ -47,7 +48,8 @@ _LEAST = 16  # episodes, where fewer ended in the last steps: then some of those
 class TurnFacts:
     """A turn of the policy that learns. `behind`: the optimizer steps that its first token's weights are older than
     those that engines served when it began, None if its weights are not known any more. `parse_failure` is "" if its
-    calls could be read, `tool_errors` how many calls of each tool failed, `scores` the values of reward sources."""
+    calls could be read, `tool_errors` how many calls of each tool failed, `answer` the last message of its environment,
+    `scores` the values of reward sources."""
 
     text: str
     tokens: int
@@ -55,6 +57,7 @@ class TurnFacts:
     behind: int | None
     parse_failure: str
     tool_errors: Mapping[str, int]
+    answer: str
     scores: Mapping[str, float]
 
 
@@ -296,6 +299,9 @@ def _facts(
                     behind=behind(trajectory, place) if trajectory else None,
                     parse_failure=str(info.get("parse_failure") or ""),
                     tool_errors={str(name): int(n) for name, n in errors.items()} if isinstance(errors, dict) else {},  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                    answer=text_of(turn.step.observation[-1].get("content"))
+                    if turn.step and turn.step.observation
+                    else "",
                     scores=turn.scores,
                 )
             )
