@@ -20,16 +20,23 @@ _RUNS = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "exampl
 
 
 class DemoRun(NamedTuple):
-    """A run that the demo can train: its run file, what it shows, and settings that the file lacks."""
+    """A run that the demo can train: its run file, what it shows, settings that the file lacks, and what the rows of
+    its table mean."""
 
     file: Path
     summary: str
     settings: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
 
 CODER = DemoRun(
     _RUNS / "tiny_coder.toml",
     "a model of a million parameters learns to repair small Python modules, which run in bubblewrap boxes",
+    rows=(
+        "held_out: functions that training never shows",
+        "held_out_templates: kinds of functions that training never shows, which is much harder",
+        "shuffled_tests: a control that cannot be solved, since its visible tests are another task's: it stays near 0",
+    ),
 )
 # The machine of many newcomers has no user namespaces: a Mac, or most containers. A demo that lets a model's code run
 # without walls would teach the wrong habit, so this one has no code to run.
@@ -80,6 +87,8 @@ def demo(
     with beside(out, wanted=page):
         summary = trainer.train(LiveView())
     report.show(tables.console(), out, summary)
+    for row in run.rows:
+        print(row)
     for command, purpose in (
         (f"agentrl view {out} --open", "its episodes turn by turn, on a page"),
         (f"agentrl play {config.env.id}", "play the model's part yourself"),

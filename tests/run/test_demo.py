@@ -47,6 +47,8 @@ def test_each_run_is_complete_in_any_folder(run: demo.DemoRun, tmp_path: Path, m
     config = load(run.file, list(run.settings))
     library.make(config.env.id, **config.env.kwargs).close()
     assert config.eval.sets, "the table at the end compares held-out tasks before and after"
+    explained = [row.split(":")[0] for row in run.rows]
+    assert explained == [each.name for each in config.eval.sets] or len(config.eval.sets) == 1
 
 
 @pytest.mark.slow
