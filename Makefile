@@ -160,6 +160,14 @@ types: # each of the two keeps one core busy
 snippets:
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
+# Whoever installs the extra `train` gets these packages. The GNU licences would bind what is built on top of us.
+.PHONY: licences
+licences: setup ## the licences of what a run installs, in build/licences.md; a GNU one fails
+	@mkdir -p build
+	$(BIN)/uv tool run --quiet pip-licenses==5.5.5 --python $(BIN)/python --format=markdown --order=license \
+	  --partial-match --fail-on="GNU;GPL" --output-file=build/licences.md \
+	  --packages $$(grep -oE '^[A-Za-z0-9_.-]+' requirements/runtime.txt)
+
 .PHONY: docs
 docs: $(VENV)/.docs ## the documentation site, in build/site; a warning or a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Build the wheel and use it from two empty environments: without torch, as somebody has who writes environments, and with
-# the extra `train`, as a newcomer has who types `agentrl demo`.
+# Build the source archive and from it the wheel, and use the wheel from empty environments: without torch on every Python
+# that we support and find here, as somebody has who writes environments, and with the extra `train`, as a newcomer has who
+# types `agentrl demo`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv="$PWD/.venv/bin/uv"
 python="$PWD/.venv/bin/python"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$uv" build --quiet --wheel --python "$python" --out-dir "$folder/dist"
+"$uv" build --quiet --python "$python" --out-dir "$folder/dist"
 "$uv" venv --quiet --python "$python" "$folder/venv"
 "$uv" pip install --quiet --python "$folder/venv/bin/python" "$folder"/dist/agentrl-*.whl
 cd "$folder"
@@ -33,6 +34,23 @@ case "$said" in
 esac
 [ ! -e runs ]
 echo "the wheel works without torch"
+
+# runnable NAME: a Python of that version, as a command or one of pyenv's that its shims do not start.
+runnable() {
+  local candidate
+  for candidate in "python$1" "$HOME/.pyenv/versions/$1".*/bin/python; do
+    if "$candidate" -c '' 2>/dev/null; then echo "$candidate"; return; fi
+  done
+}
+for version in 3.12 3.13 3.14; do
+  other=$(runnable "$version")
+  if [ -z "$other" ]; then echo "Python $version: not on this machine"; continue; fi
+  "$uv" venv --quiet --python "$other" "venv-$version"
+  "$uv" pip install --quiet --python "venv-$version/bin/python" dist/*.whl
+  "venv-$version/bin/agentrl" validate agentrl/Calculator-v0 --n 2 >/dev/null
+  "venv-$version/bin/python" -c 'import agentrl; agentrl.check_env("agentrl/Calculator-v0")'
+  echo "the wheel works with $("venv-$version/bin/python" --version)"
+done
 
 cd - >/dev/null
 "$uv" venv --quiet --python "$python" "$folder/trains"
