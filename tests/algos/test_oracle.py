@@ -3,7 +3,7 @@
 The problem is that of `test_credit`: a policy over three actions that decides when to stop, three tokens at most. The
 first two are one turn and the third another, and both turns have process rewards. The estimate is the whole object's,
 at its default settings: `prepare`, `advantages` and `loss`, every token with the same weight. How far it is off stands
-in docs/explanation/algorithms.md for each kind, so a new one has to say so before it is offered.
+in benchmarks/staleness.md for each kind, so a new one has to say so before it is offered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl import config, registry
 from agentrl.algos.algorithm import Algorithm, Outputs, Siblings
 
 from .test_credit import HORIZON, PATHS
-from .test_page import PAGE
+from .test_page import STALENESS
 from .test_ppo import LENGTH_P, OUTCOME_P, REWARDS_PT, any_values, exact_gradient, logprobs_of, tables
 
 TURN_T = torch.tensor([0, 0, 1])
@@ -153,7 +153,7 @@ def stated(kind: str) -> list[str]:
 @each_case("kind", KINDS)
 def test_the_page_says_how_far_off_each_algorithm_is(kind: str) -> None:
     row = f"| `{kind}`, as it is | {' | '.join(stated(kind))} |"
-    assert row in PAGE.splitlines(), f"docs/explanation/algorithms.md lacks: {row}"
+    assert row in STALENESS.splitlines(), f"benchmarks/staleness.md lacks: {row}"
 
 
 @each_case("kind", KINDS)

@@ -1,4 +1,5 @@
-"""The numbers and names in docs/explanation/algorithms.md are those of the code."""
+"""The numbers and names in docs/explanation/algorithms.md, and the exact ones in benchmarks/staleness.md, are those of
+the code."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from .test_divergence import cosine, spread
 from .test_losses import expected_direction
 from .test_ppo import UNCUT, distance
 
-PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "explanation" / "algorithms.md").read_text()
+STALENESS = (ROOT / "benchmarks" / "staleness.md").read_text()
 
 
-def cells(first: str) -> list[str]:
-    """The other cells of the row that begins with `first`."""
-    (row,) = re.findall(rf"^\| {re.escape(first)} \| (.*) \|$", PAGE, re.M)
+def cells(first: str, page: str = PAGE) -> list[str]:
+    """The other cells of the row of `page` that begins with `first`."""
+    (row,) = re.findall(rf"^\| {re.escape(first)} \| (.*) \|$", page, re.M)
     return row.split(" | ")
 
 
@@ -42,7 +45,7 @@ def test_the_errors_of_the_corrections_are_computed() -> None:
             f"{distance(lag, importance=name, importance_bounds=(0.0, UNCUT), trace_cap=UNCUT):.3f}"
             for lag in (0, 4, 8)
         ]
-        assert cells(f'`"{name}"`{first}') == found, name
+        assert cells(f'`"{name}"`{first}', STALENESS) == found, name
 
 
 def test_the_levels_of_distillation_are_computed() -> None:

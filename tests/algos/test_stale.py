@@ -19,7 +19,7 @@ from agentrl.algos.grpo import GRPO
 from .test_credit import HORIZON, PATHS
 from .test_ppo import ALIVE_PT, RETURN_P, exact_gradient, logprobs_of, tables
 
-PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "staleness.md").read_text()
 PAIRS = list(itertools.product(range(len(PATHS)), repeat=2))
 FIRST, SECOND = torch.tensor(PAIRS).T
 UNCUT = 1e9
