@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.host.installation import other_project
+from agentrl.host.user_warnings import show_as_lines
 from agentrl.registration import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
@@ -99,4 +100,5 @@ def __dir__() -> list[str]:
 if foreign := other_project():
     hint = "pip uninstall agentrl, then install this one from its checkout or its wheel file"
     raise ImportError(f"files of another project named agentrl are installed here ({foreign}): {hint}")
+show_as_lines()
 register_all()

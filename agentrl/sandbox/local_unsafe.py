@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from pathlib import Path
 
 from agentrl.errors import SandboxError
+from agentrl.host.user_warnings import warn
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.wrapped_process import ProcessBackend
 
@@ -34,8 +34,7 @@ class LocalUnsafe(ProcessBackend):
             raise SandboxError(f"local-unsafe has no images, got {spec.image!r}; use bubblewrap or docker")
         if not LocalUnsafe._warned:
             LocalUnsafe._warned = True
-            warnings.warn(_WARNING, stacklevel=2)
-            print(f"WARNING: {_WARNING}", file=sys.stderr)
+            warn(_WARNING)
 
     def wrap(self, command: list[bytes], spec: SandboxSpec, folder: Path) -> list[bytes]:
         limits = spec.limits

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.server_start import Build, installed, starting, visible, wait_for, why_it_ended
 from agentrl.engine.sglang import server_facts
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, RunFailed, UsageError
+from agentrl.host.user_warnings import warn
 from agentrl.records import EngineKey
 
 PYTHON_VARIABLE = "AGENTRL_SGLANG_PYTHON"
@@ -58,7 +58,7 @@ def find_build(python: str | Path | None = None) -> Build:
     if not version.startswith(TESTED):
         # A warning, where vLLM's other versions are refused: nothing of ours runs inside SGLang that could break with
         # a new version, and `server_facts.require` asks for what training needs.
-        warnings.warn(f"{candidate} has SGLang {version}; its protocol was tried with {TESTED}x", stacklevel=2)
+        warn(f"{candidate} has SGLang {version}; its protocol was tried with {TESTED}x")
     return Build(python=Path(str(candidate)), version=version)
 
 

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +45,7 @@ from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host import compile_cache
 from agentrl.host.ports import free_port
+from agentrl.host.user_warnings import warn
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
 
@@ -87,7 +87,7 @@ def check_version(version: str, where: str, *, untested: bool = False) -> None:
         other = f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}"
         if not untested:
             raise UsageError(f"{other}: install vllm=={low}.0, or set engine.untested_vllm = true to try this one")
-        warnings.warn(f"{other}: it is tried because engine.untested_vllm is true", stacklevel=3)
+        warn(f"{other}: it is tried because engine.untested_vllm is true")
 
 
 def check_sender(sync: str, *, untested: bool = False) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from agentrl.errors import ConfigError, ModelError
+from agentrl.host.user_warnings import warn
 from agentrl.learner.parallel.ranks import Ranks
 from agentrl.tokens.vision import read_vision
 
@@ -142,7 +142,7 @@ def _check_tokens(module: Any, folder: Path) -> None:
     )
     if needed:
         raise ModelError(f"{problem}, which its conversations need: resize the model's embeddings to the tokenizer")
-    warnings.warn(f"{problem}: a prompt that holds one cannot be computed", stacklevel=2)
+    warn(f"{problem}: a prompt that holds one cannot be computed")
 
 
 @contextmanager

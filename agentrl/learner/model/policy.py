@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl.config.train import Train
 from agentrl.errors import ConfigError, ModelError
 from agentrl.host import compile_cache
+from agentrl.host.user_warnings import warn
 from agentrl.learner.checkpoints.checkpoint import ADAPTER
 from agentrl.learner.data.prefix_trees import Branch, Pack
 from agentrl.learner.data.ragged import normalised
@@ -157,7 +158,7 @@ class PolicyModel:
             raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, hint)
         if self._head is None and not headless:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
-            warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
+            warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}")
         self.layout = choose(
             "sdpa" if self.obstacle or detect_fake_mode() else attention,
             self.device,
@@ -606,10 +607,9 @@ def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[OutputHead 
     name, n = type(module).__name__, 4 * _SHORT
     run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
     if obstacle:
-        warnings.warn(
+        warn(
             f"{name} in {str(folder)!r} is computed row by row, not over prefix trees ({obstacle}): tokens that rows "
-            "share are computed once per row",
-            stacklevel=3,
+            "share are computed once per row"
         )
     try:
         numbers = torch.arange(n, device=next(module.parameters()).device)

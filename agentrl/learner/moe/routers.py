@@ -24,7 +24,6 @@ at hand the loss of a pass is a sum over its tokens, and losses of passes add up
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.host.user_warnings import warn
 from agentrl.learner.moe.expert_records import ExpertShape, Routes, known, used
 from agentrl.learner.parallel.layers import added_up
 
@@ -96,7 +96,7 @@ def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> 
         return None
     model_routers = Routers(module)
     if obstacle := model_routers.hook(run, tokens):
-        warnings.warn(f"the experts of {type(module).__name__} cannot be replayed: {obstacle}", stacklevel=4)
+        warn(f"the experts of {type(module).__name__} cannot be replayed: {obstacle}")
         return None
     return model_routers
 

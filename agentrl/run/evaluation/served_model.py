@@ -11,7 +11,6 @@ says that the conversation is too long for the model. Any other refusal is a fai
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -22,6 +21,7 @@ from agentrl.env.tools.calls import Malformed, ToolCall, decode_whole
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
 from agentrl.env.tools.tools import clean_text
 from agentrl.errors import ContextFull, EngineBroke, EngineRefusal, ScoreError, StructuralParseError
+from agentrl.host.user_warnings import warn
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message
 from agentrl.rollout.text_policy import TextAnswer, TextPolicy
@@ -77,7 +77,7 @@ class ServedModel:
             # all of them use is looked for, once, before the first answer; a wrong guess costs one request, which is
             # refused again.
             elif not self._has_answered and not self._writes_calls_as_text and tools and "tool" in error.reason:
-                warnings.warn(f"{error}: its model reads the tools as text, and writes calls so", stacklevel=2)
+                warn(f"{error}: its model reads the tools as text, and writes calls so")
                 self._writes_calls_as_text = True
                 return await self._ask(messages, news, tools)
             else:

@@ -10,13 +10,13 @@ silence; else the provider's own time limit, or `inspect sandbox cleanup KIND`.
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from agentrl.errors import SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time
 from agentrl.host.installation import install_command
+from agentrl.host.user_warnings import warn
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.remote.box import AsyncioLoop, RemoteBackend
 from agentrl.sandbox.remote.helper_calls import ProviderBox
@@ -70,7 +70,7 @@ class Inspect(RemoteBackend):
         if closed:
             config = self._compose(spec)
         if self._kind == "local":
-            warnings.warn("inspect: commands of the policy run on this machine WITHOUT a sandbox", stacklevel=2)
+            warn("inspect: commands of the policy run on this machine WITHOUT a sandbox")
         if self._type is None:
             self._type = _environment_type(self._kind)
             if self._kind != "local":

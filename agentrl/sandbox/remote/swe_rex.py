@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,6 +19,7 @@ import trio
 from agentrl.errors import SandboxUnavailable, UsageError, boundary
 from agentrl.host.clocks import host_time
 from agentrl.host.installation import install_command
+from agentrl.host.user_warnings import warn
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.remote.box import AsyncioLoop, RemoteBackend
 from agentrl.sandbox.remote.helper_calls import ProviderBox
@@ -60,7 +60,7 @@ class SweRex(RemoteBackend):
         with boundary(SandboxUnavailable, "swe-rex:"):
             make = _maker(self._deployment, options)
         if local:
-            warnings.warn("swe-rex: commands of the policy run on this machine WITHOUT a sandbox", stacklevel=2)
+            warn("swe-rex: commands of the policy run on this machine WITHOUT a sandbox")
         box = _Deployment(self._loop, blocking=local)
         with host_time("SWE-ReX", deadline_s=_START_S + 10.0), boundary(SandboxUnavailable, "swe-rex: no box:"):
             await box.start(make)
