@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +49,9 @@ def compare(
     across: Annotated[
         float | None, typer.Option(help=f"{_PLAN}of episodes of the two models on a task; default: 0.4")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the differences with their intervals: a PNG, SVG or PDF file")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     strict: Strict = False,
 ) -> None:
@@ -56,8 +60,10 @@ def compare(
     assumed = {"samples": samples, "base_rate": base_rate, "correlation": correlation, "across": across}
     assumed = {name: value for name, value in assumed.items() if value is not None}
     if plan is not None:
-        if places or groups or sequential or held_out:
-            raise UsageError("--plan compares nothing yet: leave out runs, --group, --held-out and --sequential")
+        if places or groups or sequential or held_out or picture:
+            raise UsageError(
+                "--plan compares nothing yet: leave out runs, --group, --held-out, --sequential and --plot"
+            )
         _show_plan(plan, assumed, as_json=as_json)
         return
     if assumed:
@@ -70,6 +76,10 @@ def compare(
     with notices.gathered():
         sides = _sides(places or [], groups or [], held_out)
     comparisons, remarks = compare_sides(sides, sequential=sequential)
+    if picture is not None:
+        from agentrl.run.comparison.plot import draw
+
+        draw(comparisons, picture)
     if as_json:
         models = [model.document() for side in sides for model in side.models]
         pairs = [asdict(pair) for pair in comparisons]

@@ -18,6 +18,7 @@ from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.records import StopReason
 from agentrl.run.comparison.compare import Comparison, Side, compare
+from agentrl.run.comparison.plot import draw
 from agentrl.run.comparison.results import Episode, Results, TaskKey, read
 from agentrl.run.evaluation import held_out
 from agentrl.run.run_folder import RunDir
@@ -294,6 +295,20 @@ def test_the_command_prints_the_sentence_a_table_and_what_the_numbers_rest_on(
     assert printed("--group", "x=a,b", "--group", "y=b,a").startswith("no difference is shown: y minus x is 0.0 points")
 
 
+def test_the_picture_has_each_difference_with_its_interval(tmp_path: Path) -> None:
+    comparisons, _ = compare([*paired(10, 2, 18, 10), side("c", [True] * 40)])
+    figure = draw(comparisons, tmp_path / "differences.svg")
+    for pair, axis in zip(comparisons, figure.axes, strict=True):
+        (first, *_) = pair.measures
+        *_, interval, middle, zero = axis.lines  # the first measure is drawn last, at the top
+        drawn = [list(line.get_xdata()) for line in (interval, middle, zero)]
+        assert drawn == [[100 * first.low, 100 * first.high], [100 * first.difference], [0.0, 0.0]]
+        assert axis.get_title(loc="left").startswith(f"{pair.b} minus {pair.a}, points")
+    assert (tmp_path / "differences.svg").read_text().startswith("<?xml")
+    with pytest.raises(UsageError, match=r"--plot .*differences\.doc"):
+        draw(comparisons, tmp_path / "differences.doc")
+
+
 def test_a_plan_says_what_it_can_show_and_what_it_assumes() -> None:
     text = printed("--plan", 500)
     assert text.startswith("500 tasks with 1 sample of each model show a difference of 7.0 points with 80% power")
@@ -308,6 +323,7 @@ def test_a_plan_says_what_it_can_show_and_what_it_assumes() -> None:
         "a",
         "a a",
         "a b --plan 5",
+        "a b --plot no_folder/differences.png",
         "a b --samples 4",
         "a b --group x=a,b",
         "--group x --group y=a",
