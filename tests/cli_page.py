@@ -24,6 +24,8 @@ def page() -> str:
     made = get_docs_for_click(obj=program, ctx=typer.Context(program), name="agentrl")
     _, _, commands = html.unescape(made).partition("\n## ")
     commands = commands.replace("```console\n$ ", "```text\n").replace("\n* `", "\n- `")
+    # Every command has this option, and the head of the page says so.
+    commands = commands.replace("\n- `--help`: Show this message and exit.", "").replace("**Options**:\n\n\n", "")
     return f"{_HEAD}\n## {commands.strip()}\n"
 
 
