@@ -74,13 +74,13 @@ class ScoringClient:
         # (`test_one_client_serves_loop_after_loop_and_its_connections_end_with_each`).
         self._opened: RunVar[_Opened] = RunVar(f"agentrl scoring {self.url}")
 
-    async def classify(self, given: str | Sequence[int], *, activation: bool = False) -> tuple[float, ...]:
+    async def classify(self, content: str | Sequence[int], *, activation: bool = False) -> tuple[float, ...]:
         """A classification head's outputs for a text or token ids, one number a label; with `activation` after a
         sigmoid (one label) or softmax.
 
         Raises EngineTimeout at the deadline, EngineRefusal if the server refuses the input (a text too long for it,
         say), EngineError if it refuses for another reason, ScoreError if it answers otherwise."""
-        return await self._classify({"input": given if isinstance(given, str) else list(given)}, activation)
+        return await self._classify({"input": content if isinstance(content, str) else list(content)}, activation)
 
     async def classify_chat(
         self, messages: Sequence[Message], *, activation: bool = False, deadline_s: float | None = None
@@ -162,9 +162,9 @@ class ScoringClient:
             raise ScoreError(f"{self.url} gave no tokens: {str(answer)[:200]}") from error
 
     async def _classify(
-        self, asked: Mapping[str, Json], activation: bool, deadline_s: float | None = None
+        self, request: Mapping[str, Json], activation: bool, deadline_s: float | None = None
     ) -> tuple[float, ...]:
-        answer = await self._post("/classify", {**self._model, **asked, "use_activation": activation}, deadline_s)
+        answer = await self._post("/classify", {**self._model, **request, "use_activation": activation}, deadline_s)
         try:
             (entry,) = answer["data"]
             return tuple(float(number) for number in entry["probs"])

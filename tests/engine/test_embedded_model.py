@@ -66,7 +66,7 @@ def test_chunks_and_single_rows_continue_what_is_cached(model_dir: Path) -> None
         longest=60,
         shortest=40,
         runs=(),
-        wanted_N=torch.arange(2),
+        logit_rows_N=torch.arange(2),
     )
     logits = model.forward(rows, kv)
     for row, tokens in zip(logits, contexts, strict=True):

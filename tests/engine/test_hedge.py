@@ -100,7 +100,7 @@ async def test_a_quick_engine_is_never_hedged(autojump_clock: trio.testing.MockC
     home, other = Engine(1, first_s=3.9), Engine(2)
     fleet = await fleet_of(home, other)
     await fleet.generate(ask())
-    assert (other.requests, fleet.hedges.asked) == ([], 0)
+    assert (other.requests, fleet.hedges.opened) == ([], 0)
 
 
 async def test_it_is_off_by_default(autojump_clock: trio.testing.MockClock) -> None:
@@ -148,7 +148,7 @@ async def test_both_slow_one_request_each_and_the_first_token_decides(autojump_c
     began = trio.current_time()
     assert (await fleet.generate(ask())).token_ids == tuple(range(200, 208))
     assert trio.current_time() - began == pytest.approx(4 + 40 + 0.7)
-    assert fleet.hedges.asked == 1
+    assert fleet.hedges.opened == 1
     assert [one.open for one in engines] == [0, 0, 0]
 
 
@@ -180,7 +180,7 @@ async def test_when_every_engine_is_slow_few_turns_are_doubled(autojump_clock: t
     async with trio.open_nursery() as nursery:
         for number in range(40):
             nursery.start_soon(fleet.generate, ask(str(number), session=str(number)))
-    assert 1 <= fleet.hedges.asked <= 6
+    assert 1 <= fleet.hedges.opened <= 6
 
 
 async def test_the_waiting_of_both_engines_counts_once(autojump_clock: trio.testing.MockClock) -> None:

@@ -160,7 +160,7 @@ def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_
 
 @pytest.mark.long
 def test_weights_that_an_engine_did_not_take_end_the_run_and_are_named(tmp_path: Path) -> None:
-    status, said = end(train(tmp_path / "run", "train.lr=0.01", AGENTRL_VLLM_MEND="0"))
+    status, said = end(train(tmp_path / "run", "train.lr=0.01", AGENTRL_VLLM_CPU_FIXES="0"))
     assert status == 1
     assert "canary" in said and "not taken: lm_head (tied to model.embed_tokens.weight)" in said
     assert_nothing_remains(RunDir(tmp_path / "run"))

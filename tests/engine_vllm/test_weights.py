@@ -281,7 +281,7 @@ def probe_of(policy: Policy, version: int, *, marked: bool = False) -> Canary:
 
 
 async def mend(client: EngineClient, on: bool) -> None:
-    asked = {"method": "agentrl_mend", "args": ["1" if on else "0"]}
+    asked = {"method": "agentrl_set_fixes", "args": ["1" if on else "0"]}
     await client.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S)
 
 

@@ -254,10 +254,10 @@ class PassPlanner:
         # pass, for a few masked rows less.
         bound = len(singles) + len(singles) // 4 + 2
         by_slot = {request.slot: request for request in running.values()}
-        wanted = {request.slot for request in singles}
-        holes = (slot for slot in range(bound) if slot not in wanted)
-        for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
-            # There is always one: at most `len(singles)` slots are wanted, and `bound` is larger than that.
+        single_slots = {request.slot for request in singles}
+        holes = (slot for slot in range(bound) if slot not in single_slots)
+        for slot in sorted((slot for slot in single_slots if slot >= bound), reverse=True):
+            # There is always one: single rows have at most `len(singles)` slots, and `bound` is larger than that.
             hole = next(holes)
             self._slots.exchange(slot, hole)
             other = by_slot.pop(hole, None)
@@ -274,7 +274,7 @@ class PassPlanner:
         positions = [len(request.tokens) - 1 for request in singles]
         single_slots = [request.slot for request in singles]
         adapters = [request.adapter for request in singles]  # of each row
-        wanted, sampling = list(range(len(singles))), list(singles)
+        logit_rows, sampling = list(range(len(singles))), list(singles)
         # 1 and not 0 for slots in between: a softmax over no position at all is NaN, and 0 x NaN would reach the
         # others.
         lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
@@ -290,7 +290,7 @@ class PassPlanner:
             # A prompt that goes on in the next pass has no logits that anybody wants: the head, the largest product
             # of a small model, is computed for the last token of a context alone.
             if start + count == len(request.tokens):
-                wanted.append(len(tokens) - 1)
+                logit_rows.append(len(tokens) - 1)
                 sampling.append(request)
         parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
         parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
@@ -305,9 +305,9 @@ class PassPlanner:
             longest=self._model.attended(max(lengths, default=0), slots.length),
             shortest=min(positions[: len(singles)], default=-1) + 1,
             runs=tuple(planned),
-            wanted_N=torch.tensor(wanted, dtype=torch.long),
+            logit_rows_N=torch.tensor(logit_rows, dtype=torch.long),
             shared=share(slots, single_slots),
-            adapted=adapted(adapters, wanted),
+            adapted=adapted(adapters, logit_rows),
         )
         return rows, sampling
 

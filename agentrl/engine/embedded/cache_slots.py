@@ -172,14 +172,14 @@ class CacheSlots:
         self.used[slot] = self._clock
 
     def _shared(self, tokens: Sequence[int] | NDArray[np.int32]) -> Ints:
-        wanted = np.asarray(tokens, dtype=np.int32)
-        return _common(self.tokens[:, : len(wanted)], self.known, wanted)
+        new_tokens = np.asarray(tokens, dtype=np.int32)
+        return _common(self.tokens[:, : len(new_tokens)], self.known, new_tokens)
 
 
-def _common(rows: NDArray[np.int32], known: Ints, wanted: NDArray[np.int32]) -> Ints:
+def _common(rows: NDArray[np.int32], known: Ints, new_tokens: NDArray[np.int32]) -> Ints:
     """Length of the prefix that each row shares with the new tokens, at most its `known` ones."""
-    differs = rows != wanted
-    first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted))
+    differs = rows != new_tokens
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(new_tokens))
     return np.minimum(first, known)
 
 

@@ -37,7 +37,7 @@ _SAMPLING = (
 _NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # at a text's end: the rest of a character is yet to come
 
 
-class FoundCalls(Protocol):
+class ParsedAnswer(Protocol):
     """The result of parsing an answer: the text outside of calls, and the calls, of which those that are well-formed
     have `name` and `arguments`."""
 
@@ -53,7 +53,7 @@ class ToolParser(Protocol):
 
     native: bool
 
-    def parse(self, text: str) -> FoundCalls: ...
+    def parse(self, text: str) -> ParsedAnswer: ...
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str: ...
     def answer(self, messages: Sequence[Message]) -> Sequence[Message]: ...
 
@@ -151,17 +151,17 @@ class Chat:
         """The text of sampled tokens, without the one that ends the turn."""
         return self._renderer.decode(ids)
 
-    def answer(self, asked: ChatRequest, whole: Emission, prompt: int) -> dict[str, Json]:
+    def answer(self, request: ChatRequest, whole: Emission, prompt: int) -> dict[str, Json]:
         """The whole answer to a request that was not streamed."""
-        message, reason = self._message(asked, whole)
+        message, reason = self._message(request, whole)
         choice: dict[str, Json] = {"index": 0, "message": message, "finish_reason": reason}
-        if asked.logprobs:
+        if request.logprobs:
             choice["logprobs"] = self.logprobs(whole)
-        return {**_head(asked, "chat.completion"), "choices": [choice], "usage": _usage(whole, prompt)}
+        return {**_head(request, "chat.completion"), "choices": [choice], "usage": _usage(whole, prompt)}
 
-    def _message(self, asked: ChatRequest, whole: Emission) -> tuple[dict[str, Json], str]:
+    def _message(self, request: ChatRequest, whole: Emission) -> tuple[dict[str, Json], str]:
         text, reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
-        if not asked.tools or self._parser is None:
+        if not request.tools or self._parser is None:
             return {"role": "assistant", "content": text}, reason
         parsed = self._parser.parse(text)
         calls = [_call(call) for call in parsed.calls if hasattr(call, "arguments")]
@@ -180,26 +180,28 @@ class Chat:
             content.append({**chosen, "top_logprobs": []})
         return {"content": content}
 
-    def event(self, asked: ChatRequest, delta: Mapping[str, Json], part: Emission, reason: str | None = None) -> bytes:
+    def event(
+        self, request: ChatRequest, delta: Mapping[str, Json], part: Emission, reason: str | None = None
+    ) -> bytes:
         """An event of a stream."""
         choice: dict[str, Json] = {"index": 0, "delta": dict(delta), "finish_reason": reason}
-        if asked.logprobs and part.token_ids:
+        if request.logprobs and part.token_ids:
             choice["logprobs"] = self.logprobs(part)
-        return _event({**_head(asked, "chat.completion.chunk"), "choices": [choice]})
+        return _event({**_head(request, "chat.completion.chunk"), "choices": [choice]})
 
-    def last(self, asked: ChatRequest, whole: Emission, prompt: int, sent: str) -> bytes:
+    def last(self, request: ChatRequest, whole: Emission, prompt: int, sent: str) -> bytes:
         """The events that end a stream, of whose text `sent` is on its way already."""
-        message, reason = self._message(asked, whole)
+        message, reason = self._message(request, whole)
         delta: dict[str, Json] = {}
         if calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if rest := str(message["content"] or "")[len(sent) :]:
             delta["content"] = rest
         none = Emission([], [], [], None)
-        events = self.event(asked, delta, none, None) if delta else b""
-        events += self.event(asked, {}, none, reason)
-        if asked.usage:
-            events += _event({**_head(asked, "chat.completion.chunk"), "choices": [], "usage": _usage(whole, prompt)})
+        events = self.event(request, delta, none, None) if delta else b""
+        events += self.event(request, {}, none, reason)
+        if request.usage:
+            events += _event({**_head(request, "chat.completion.chunk"), "choices": [], "usage": _usage(whole, prompt)})
         return events + b"data: [DONE]\n\n"
 
 
@@ -208,8 +210,8 @@ def fresh(text: str, sent: str) -> str:
     return "" if text.endswith(_NOT_WHOLE) else text[len(sent) :]
 
 
-def _head(asked: ChatRequest, kind: str) -> dict[str, Json]:
-    return {"id": asked.id, "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(request: ChatRequest, kind: str) -> dict[str, Json]:
+    return {"id": request.id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _usage(whole: Emission, prompt: int) -> dict[str, Json]:
@@ -233,9 +235,9 @@ def _list(document: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _message(given: Mapping[str, Any]) -> Message:
+def _message(raw_message: Mapping[str, Any]) -> Message:
     """A message as templates read it: its content is text, the arguments of its calls are objects."""
-    role, content = given.get("role"), given.get("content")
+    role, content = raw_message.get("role"), raw_message.get("content")
     if not isinstance(role, str):
         raise BadRequest("messages: each needs a role")
     if isinstance(content, list):
@@ -245,8 +247,8 @@ def _message(given: Mapping[str, Any]) -> Message:
         content = "".join(part["text"] for part in parts)
     if content is not None and not isinstance(content, str):
         raise BadRequest("messages: a content is a text, or a list of texts")
-    message = {**given, "role": role, "content": content or ""}
-    if calls := given.get("tool_calls"):
+    message = {**raw_message, "role": role, "content": content or ""}
+    if calls := raw_message.get("tool_calls"):
         message["tool_calls"] = [_read_call(call) for call in _list({"tool_calls": calls}, "tool_calls")]
     return cast("Message", message)
 

@@ -105,19 +105,19 @@ class PassLoop:
 class Generation:
     """A checked request, and the queue that its tokens come to."""
 
-    def __init__(self, engine: Engine, asked: SamplingRequest) -> None:
+    def __init__(self, engine: Engine, sampling_request: SamplingRequest) -> None:
         """Raises BadRequest for an unknown model, or an image that cannot be decoded."""
         self._engine, self._emissions = engine, asyncio.Queue[Emission]()
-        self.asked = asked
+        self.sampling_request = sampling_request
         self.request = BatchRequest(
-            id=PREFIX + asked.request_id,
+            id=PREFIX + sampling_request.request_id,
             # An image's token is a large number made of its content, so that prefixes with different images differ.
             # Mirrored below zero it fits the int32 of the slots.
-            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
-            sampling=asked.sampling,
+            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in sampling_request.token_ids],
+            sampling=sampling_request.sampling,
             sink=self._emissions.put_nowait,
-            adapter=engine.adapters.of(asked.model),
-            shown=engine.shown(asked),
+            adapter=engine.adapters.of(sampling_request.model),
+            shown=engine.shown(sampling_request),
         )
 
     @contextmanager
@@ -198,7 +198,7 @@ class Engine:
         """Check a request for tokens, in vLLM's words. Raises BadRequest."""
         batcher = self.batcher
         self._requests += 1
-        asked = parse_generate(
+        sampling_request = parse_generate(
             body,
             vocab=batcher.model.architecture.vocab,
             length=batcher.slots.length,
@@ -207,20 +207,20 @@ class Engine:
         )
         # A retry that overlaps its first attempt would run under one id twice, and an abort would end only one of
         # them.
-        if batcher.knows(PREFIX + asked.request_id):
-            raise BadRequest(f"request_id: {asked.request_id!r} is already running")
-        if asked.sampling.stop and batcher.decode is None:
+        if batcher.knows(PREFIX + sampling_request.request_id):
+            raise BadRequest(f"request_id: {sampling_request.request_id!r} is already running")
+        if sampling_request.sampling.stop and batcher.decode is None:
             raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
-        return Generation(self, asked)
+        return Generation(self, sampling_request)
 
-    def shown(self, asked: SamplingRequest) -> ShownImages | None:
+    def shown(self, sampling_request: SamplingRequest) -> ShownImages | None:
         """The images of a request. Raises BadRequest for an image that cannot be decoded."""
         model = self.batcher.model
-        if not asked.images or model.architecture.vision is None or model.tower is None:
+        if not sampling_request.images or model.architecture.vision is None or model.tower is None:
             return None
-        for image in asked.images.values():
+        for image in sampling_request.images.values():
             try:
                 model.tower.try_decoding(image)
             except ValueError as error:
                 raise BadRequest(f"images: {error}") from None
-        return ShownImages(asked.token_ids, asked.images, model.architecture.vision)
+        return ShownImages(sampling_request.token_ids, sampling_request.images, model.architecture.vision)

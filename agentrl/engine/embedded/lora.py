@@ -54,26 +54,26 @@ class Adapted:
 
     adapter: Adapter
     rows_N: torch.Tensor
-    wanted_W: torch.Tensor
+    logit_places_W: torch.Tensor
 
-    def add(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool) -> None:
+    def add(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, only_logit_rows: bool) -> None:
         """Add the adapter's part to `out`, a product of `x`, whose rows are all or those that have logits."""
         pair = self.adapter.layers[layer].get(part)
         if pair is not None:
-            rows = self.wanted_W if wanted else self.rows_N
+            rows = self.logit_places_W if only_logit_rows else self.rows_N
             # Down first, then up: two thin products. Their product in advance would be a whole weight for each
             # adapter, and every batch with two adapters would compute it twice.
             out.index_add_(0, rows, x[rows] @ pair.down_IR @ pair.up_RO)
 
 
-def adapted(adapters: Sequence[Adapter | None], wanted: Sequence[int]) -> tuple[Adapted, ...]:
+def adapted(adapters: Sequence[Adapter | None], logit_rows: Sequence[int]) -> tuple[Adapted, ...]:
     """The rows of a pass by adapter, from the adapter of each row (None: without one) and the rows that have logits."""
     by_id = {id(adapter): adapter for adapter in adapters if adapter is not None}
     return tuple(
         Adapted(
             adapter,
             torch.tensor([row for row, other in enumerate(adapters) if other is adapter]),
-            torch.tensor([place for place, row in enumerate(wanted) if adapters[row] is adapter], dtype=torch.long),
+            torch.tensor([place for place, row in enumerate(logit_rows) if adapters[row] is adapter], dtype=torch.long),
         )
         for adapter in by_id.values()
     )

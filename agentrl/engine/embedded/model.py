@@ -104,16 +104,18 @@ class PassRows:
     longest: int  # positions that are looked at for single rows: what none of them sees is masked
     shortest: int  # of the single rows
     runs: tuple[TokenRun, ...]
-    wanted_N: torch.Tensor  # rows whose logits are computed
+    logit_rows_N: torch.Tensor  # rows whose logits are computed
     shared: Shared | None = None  # what single rows have in common; None: each reads its own
     adapted: tuple[Adapted, ...] = ()  # the rows that run with an adapter
     turned_N3: torch.Tensor | None = None  # time, row and column of each token, where some differ; None: `positions_N`
     shown: tuple[tuple[slice, torch.Tensor], ...] = ()  # rows that are tokens of images, and these: [rows, hidden]
 
-    def adapt(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool = False) -> torch.Tensor:
+    def adapt(
+        self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, only_logit_rows: bool = False
+    ) -> torch.Tensor:
         """`out`, a product of `x`, with what the rows' adapters add to it."""
         for group in self.adapted:
-            group.add(out, x, layer, part, wanted=wanted)
+            group.add(out, x, layer, part, only_logit_rows=only_logit_rows)
         return out
 
     @staticmethod
@@ -128,7 +130,7 @@ class PassRows:
             longest=0,
             shortest=0,
             runs=(TokenRun(slot, start, slice(0, n)),),
-            wanted_N=torch.arange(n),
+            logit_rows_N=torch.arange(n),
         )
 
 
@@ -277,12 +279,12 @@ class EmbeddedModel:
             if last := number == a.layers - 1:
                 # In the last layer only rows with logits go through the MLP: nothing reads the others any more once
                 # their keys and values are written.
-                x = x[rows.wanted_N]
+                x = x[rows.logit_rows_N]
             h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
-            both = rows.adapt(layer.gate_up(h), h, number, "gate_up", wanted=last)
+            both = rows.adapt(layer.gate_up(h), h, number, "gate_up", only_logit_rows=last)
             gate, up = both.chunk(2, dim=-1)
             h = F.silu(gate) * up
-            x = rows.adapt(layer.down.onto(x, h), h, number, "down", wanted=last)
+            x = rows.adapt(layer.down.onto(x, h), h, number, "down", only_logit_rows=last)
         return self._head(F.rms_norm(x, (a.hidden,), self._norm, a.eps))
 
     def _rotations_of(self, rows: PassRows) -> torch.Tensor:

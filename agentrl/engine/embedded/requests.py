@@ -100,15 +100,15 @@ def parse_generate(
     )
 
 
-def _images(given: Any, vision: Vision | None) -> dict[int, Image]:
-    if not given:
+def _images(urls: Any, vision: Vision | None) -> dict[int, Image]:
+    if not urls:
         return {}
     if vision is None:
         raise BadRequest("images: this model reads none")
-    if not isinstance(given, list) or len(cast("list[Any]", given)) > _IMAGES:
+    if not isinstance(urls, list) or len(cast("list[Any]", urls)) > _IMAGES:
         raise BadRequest(f"images: must be a list of at most {_IMAGES} data: URLs")
     try:
-        return {image.token: image for image in map(images.from_url, map(str, cast("list[Any]", given)))}
+        return {image.token: image for image in map(images.from_url, map(str, cast("list[Any]", urls)))}
     except ValueError as error:
         raise BadRequest(f"images: {error}") from None
 
@@ -124,33 +124,33 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", document)
 
 
-def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
-    max_tokens = _number(given, "max_tokens", 16, 1, 1 << 30)
-    top_k = _number(given, "top_k", 0, -1, _ALL)
+def _sampling(params: dict[str, Any], vocab: int) -> SamplingParams:
+    max_tokens = _number(params, "max_tokens", 16, 1, 1 << 30)
+    top_k = _number(params, "top_k", 0, -1, _ALL)
     if max_tokens != int(max_tokens) or top_k != int(top_k):
         raise BadRequest("sampling_params.max_tokens and top_k: must be whole numbers")
-    temperature = _number(given, "temperature", 1.0, 0.0, 100.0)
+    temperature = _number(params, "temperature", 1.0, 0.0, 100.0)
     # Logits divided by less overflow float32, and the draw would be the argmax under a log-prob of 0: greedy sampling
     # that does not call itself so. vLLM takes a larger temperature instead, which is then not the one that was sent.
     if 0 < temperature < 1e-3:
         raise BadRequest("sampling_params.temperature: must be 0 (greedy) or at least 0.001")
-    min_p = _number(given, "min_p", 0.0, 0.0, 1.0)
-    top_p = _number(given, "top_p", 1.0, 0.0, 1.0)
+    min_p = _number(params, "min_p", 0.0, 0.0, 1.0)
+    top_p = _number(params, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise BadRequest("sampling_params.top_p: must be above 0")
-    stops = cast("list[Any]", given.get("stop_token_ids") or [])
+    stops = cast("list[Any]", params.get("stop_token_ids") or [])
     if not isinstance(stops, list) or len(stops) > _STOPS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop_token_ids: must be a list of at most {_STOPS} token ids")
     if not all(type(id) is int and 0 <= id < vocab for id in stops):
         raise BadRequest(f"sampling_params.stop_token_ids: every id must be an integer from 0 to {vocab - 1}")
-    texts = cast("list[Any]", given.get("stop") or [])
+    texts = cast("list[Any]", params.get("stop") or [])
     if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(text, str) and text for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
     # Left out in silence they would change the distribution that the client believes to sample from (law 8).
     for name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
-        if given.get(name):
+        if params.get(name):
             raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
-    if given.get("n", 1) != 1:
+    if params.get("n", 1) != 1:
         raise BadRequest("sampling_params.n: must be 1")
     return SamplingParams(
         max_tokens=int(max_tokens),
@@ -163,8 +163,8 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     )
 
 
-def _number(given: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = given.get(name)
+def _number(params: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = params.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

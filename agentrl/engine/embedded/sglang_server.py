@@ -105,7 +105,7 @@ class SGLangServer:
         if _parameters(document).get("max_new_tokens") != 0:
             with generation.running(receive):
                 emission = await generation.whole()
-        answer = self._event(request, emission, 0, generation.asked.request_id, 0)
+        answer = self._event(request, emission, 0, generation.sampling_request.request_id, 0)
         answer["meta_info"] |= meta
         await JSONResponse(answer)(scope, receive, send)
 

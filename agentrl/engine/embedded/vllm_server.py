@@ -70,7 +70,7 @@ class VllmServer:
             await refusal(error)(scope, receive, send)
             return
         with generation.running(receive):
-            if generation.asked.stream:
+            if generation.sampling_request.stream:
                 await self._stream(generation, send)
             else:
                 await self._whole(generation, send)
@@ -79,14 +79,16 @@ class VllmServer:
         request = generation.request
         await begin_events(send)
         async for emission in generation.emissions():
-            answer = answer_json(generation.asked.request_id, emission, request.prompt_length, max(request.cached, 0))
+            answer = answer_json(
+                generation.sampling_request.request_id, emission, request.prompt_length, max(request.cached, 0)
+            )
             ending = "data: [DONE]\n\n" if emission.finish else ""
             await send_events(send, f"data: {answer}\n\n{ending}".encode(), last=emission.finish is not None)
 
     async def _whole(self, generation: Generation, send: Send) -> None:
         request = generation.request
         scored: list[dict[str, dict[str, float]] | None] | None = None
-        if generation.asked.score:
+        if generation.sampling_request.score:
             # A canary may ask while the learner has the memory: the weights that it asks for are not there before the
             # engine wakes.
             await self._loop.awake.wait()
@@ -94,7 +96,9 @@ class VllmServer:
             scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
         emission = await generation.whole()
         cached = max(request.cached, 0)
-        body = answer_json(generation.asked.request_id, emission, request.prompt_length, cached, scored).encode()
+        body = answer_json(
+            generation.sampling_request.request_id, emission, request.prompt_length, cached, scored
+        ).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -20,7 +20,7 @@ from agentrl.errors import ModelError
 from agentrl.records import Json, Message
 
 SENTINEL: Final = "zqTURNqz"
-_ASKED: Final[Message] = {"role": "user", "content": "."}
+_QUESTION: Final[Message] = {"role": "user", "content": "."}
 _ANSWER: Final[Message] = {"role": "tool", "content": "."}
 
 
@@ -74,7 +74,7 @@ class Extensions:
 
     def ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
         """A message that the template ends only where another one follows, with the token that a model ends it with."""
-        following = _ANSWER if message.get("tool_calls") else _ASKED
+        following = _ANSWER if message.get("tool_calls") else _QUESTION
         template = self._conversations.template(tools=bool(tools))
         behind, alone, _ = self._continued(template, self._conversations.readable(template, [following]), tools)
         end, _ = self._end_of_turn(behind, alone)
@@ -92,9 +92,9 @@ class Extensions:
             tools = ()
         for turn, answers in kinds:
             try:
-                behind = template.render([_ASKED, turn, *marked(answers, prefix_end)], tools, asks=not prefix_end)
+                behind = template.render([_QUESTION, turn, *marked(answers, prefix_end)], tools, asks=not prefix_end)
                 behind = behind.rpartition(prefix_end)[0] if prefix_end else behind
-                alone = template.render([_ASKED, turn], tools, asks=False)
+                alone = template.render([_QUESTION, turn], tools, asks=False)
             except ModelError as error:
                 # The first refusal is that of the likeliest kind of turn, so it is the one that tells its reader
                 # something.
@@ -103,7 +103,7 @@ class Extensions:
             # A template may write a call's arguments twice. As many places as in the text without a continuation
             # belong to the turn, and a later one to the new messages.
             places = alone.count(sentinel) or behind.count(sentinel)
-            talk = [_ASKED, turn, *answers]
+            talk = [_QUESTION, turn, *answers]
             if places and all(self._shown(template, talk, place, behind) for place in range(2, len(talk))):
                 ended, last = (text.split(sentinel, places)[-1] if sentinel in text else "" for text in (behind, alone))
                 return list(self._conversations.encode(ended)), list(self._encode_again(last)), "tool_calls" in turn
@@ -152,18 +152,18 @@ class Extensions:
         stops = set(generation_ends or ()) if eos is None else {eos, *(generation_ends or ())}
         ends, written = set(stops), set[int]()
         special = conversations.added_tokens
-        for following in (_ASKED, _ANSWER) if generation_ends is None else (_ASKED,):
+        for following in (_QUESTION, _ANSWER) if generation_ends is None else (_QUESTION,):
             try:
                 behind, alone, _ = self._continued(conversations.template(tools=following is _ANSWER), [following], ())
             except ModelError:
-                if following is _ASKED:
+                if following is _QUESTION:
                     raise
                 continue  # it knows no tools
             same = _common(behind, alone)
             marks = [
                 token
                 for token in behind
-                if token in special and (following is _ASKED or special[token].content in conversations.special)
+                if token in special and (following is _QUESTION or special[token].content in conversations.special)
             ]
             common = [token for token in behind[:same] if token in marks]
             if any(token in stops for token in common) or (marks and marks[0] in stops):
@@ -173,7 +173,7 @@ class Extensions:
                 written.add(common[-1])
             elif behind[same : same + 1] and behind[same] in marks:
                 written.add(behind[same])
-            elif following is _ASKED:
+            elif following is _QUESTION:
                 raise ModelError(f"{self._template_name} does not end an assistant's turn with a special token")
         return ends, tuple(sorted(stops if generation_ends is not None else stops | written))
 

@@ -93,7 +93,7 @@ class Attempts:
                 return None
             seconds = 1
             # Counted when it is opened, and not when it answers: the bound of `allows` is one of load.
-            hedges.asked, hedges.running = hedges.asked + 1, hedges.running + 1
+            hedges.opened, hedges.running = hedges.opened + 1, hedges.running + 1
             wait_there = Wait(watchers=wait.watchers)
             if wait.watchers is not None:
                 wait.watchers.start_soon(self._health.watch, wait_there)

@@ -198,16 +198,16 @@ class Health:
 
     async def _lives(self, replica: Replica) -> bool:
         """Whether a replica lives: it showed so recently, or it answers now. Others assume so until then."""
-        asked_at = trio.current_time()
-        if asked_at - replica.heard_at < self._stall_s:
+        checked_at = trio.current_time()
+        if checked_at - replica.heard_at < self._stall_s:
             return True
         # Set before the probe, so that the other turns waiting here take it for alive and do not probe as well:
         # `test_an_engine_that_answers_is_not_asked_by_each_turn`.
-        replica.heard_at = asked_at
+        replica.heard_at = checked_at
         if await replica.client.alive(deadline_s=self._probe_s):
             replica.heard_at = trio.current_time()
             return True
-        if replica.heard_at == asked_at:
+        if replica.heard_at == checked_at:
             replica.heard_at = -math.inf
             return False
         return True  # a token came while it was probed

@@ -57,7 +57,7 @@ class Hedges:
         self._after = after
         self._took = deque[float](maxlen=_REMEMBERED)
         self.running = 0
-        self.asked = 0
+        self.opened = 0
         self.won = 0
 
     @property

@@ -207,7 +207,7 @@ class Fleet:
             "state": [replica.state.value for replica in self.replicas],
             "running": [replica.running for replica in self.replicas],
             "limit": [replica.limit if math.isfinite(replica.limit) else None for replica in self.replicas],
-            "hedges": {"asked": self.hedges.asked, "won": self.hedges.won},
+            "hedges": {"asked": self.hedges.opened, "won": self.hedges.won},
         }
 
     # --- for operators ------------------------------------------------------------------------------------------

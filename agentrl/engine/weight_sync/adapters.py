@@ -218,8 +218,8 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
 
 async def forget(engines: Sequence[EngineClient], version: int | None = None, *, deadline_s: float = 30.0) -> None:
     """Unload a past self; without `version` all of them, such as those of an earlier run."""
-    wanted = r"\d+" if version is None else str(version)
-    pattern = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
+    version_pattern = r"\d+" if version is None else str(version)
+    pattern = re.compile(f"{LEAGUE}-{version_pattern}(-.*)?")
 
     async def unload(engine: EngineClient) -> None:
         for name, place in (await _places(engine, deadline_s)).items():

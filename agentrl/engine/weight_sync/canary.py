@@ -239,19 +239,19 @@ async def check(
     return worst
 
 
-def _near(found: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
+def _near(logprobs: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
     """Whether they are as near as `most` allows: see `TOLERANCE`. A NaN is beyond every tolerance."""
-    apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    apart = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
     if dtype != "bfloat16" or most >= QUANTIZED:
         return max(apart) <= most and not any(map(math.isnan, apart))
     # In bfloat16 a deep model rounds a few tokens far off: the quadratic mean has the tolerance, one token has more.
     return math.hypot(*apart) <= most * math.sqrt(len(apart)) and max(apart) <= _ALONE * most
 
 
-def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str, CanaryResult], url: str) -> None:
+def _follow(says: str, canary: Canary, logprobs: tuple[float, ...], seen: dict[str, CanaryResult], url: str) -> None:
     """Keep the engine's answer once its way was judged. Raises CanaryMismatch if it is nearer to where it was."""
     last = seen.get(url)
-    share = None if last is None else last.share(canary, found)
+    share = None if last is None else last.share(canary, logprobs)
     if last is not None and share is not None and share < 0.5:
         raise CanaryMismatch(
             f"{says} it computes with the weights of version {last.canary.version}: since then the learner's log-probs "
@@ -259,7 +259,7 @@ def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str,
         )
     # An answer that was not judged does not replace the earlier one, so that the learner's way from there adds up.
     if last is None or share is not None:
-        seen[url] = CanaryResult(canary, found)
+        seen[url] = CanaryResult(canary, logprobs)
 
 
 async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> list[str]:

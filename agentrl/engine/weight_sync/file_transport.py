@@ -54,7 +54,7 @@ async def push(
     infos: list[dict[str, Json]] = []
     size = 0
     for part in [path] if isinstance(path, Path | str) else path:
-        full_path, bytes_, digest = await trio.to_thread.run_sync(_found, part, sha256, deadline_s)
+        full_path, bytes_, digest = await trio.to_thread.run_sync(_locate, part, sha256, deadline_s)
         size += bytes_
         infos.append(update_info(full_path, digest, base_sha256, version=version, deadline_s=deadline_s))
     started = trio.current_time()
@@ -111,7 +111,7 @@ async def push(
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
 
 
-def _found(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Path | str, int, str]:
+def _locate(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Path | str, int, str]:
     """A file's place, as any process can name it, the bytes that an engine reads, and the digest of the weights. Raises
     WeightSyncError."""
     if isinstance(path, str):

@@ -85,12 +85,12 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 _READ: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
-def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """The names of an engine's tensors whose weights are not the `expected` ones, each with the tensor whose weights it
     has instead, if that is known. A name that is not expected is skipped."""
     owners = {mark: name for name, mark in expected.items()}
     wrong: list[str] = []
-    for name, mark in sorted(found.items()):
+    for name, mark in sorted(actual.items()):
         if name.endswith(TRANSPOSED):
             continue
         tied = name == _OUTPUT and name not in expected

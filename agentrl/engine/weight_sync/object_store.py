@@ -140,8 +140,8 @@ class ObjectFolder:
         data = self.read(entry.object)
         if (digest := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
             received = f"{len(data)} bytes with SHA-256 {digest[:12]}…"
-            wanted = f"{entry.object_bytes} with {entry.object_sha256[:12]}…"
-            raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {received}, expected {wanted}")
+            expected = f"{entry.object_bytes} with {entry.object_sha256[:12]}…"
+            raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {received}, expected {expected}")
         return data
 
     def _call(self, doing: str, call: Callable[[Any, str], _T]) -> _T:

@@ -53,8 +53,8 @@ class Sources:
             return data
         except (OSError, ValueError, WeightSyncError) as error:
             _logger.warning("agentrl: cannot read weight file %r: %s", path, error)
-            wanted = f"one with SHA-256 {sha256[:12]}…" + ("" if base is None else ", or a delta to it,")
-            raise WeightSyncError(self._refusal(f"weight file {path!r}", wanted)) from None
+            expected = f"one with SHA-256 {sha256[:12]}…" + ("" if base is None else ", or a delta to it,")
+            raise WeightSyncError(self._refusal(f"weight file {path!r}", expected)) from None
 
     def fetch(self, url: str, sha256: str, base: tuple[str, Bytes] | None, deadline_s: float) -> Bytes:
         """Fetch weights from a URL below those of this engine; see `object_store.fetch`. Raises WeightSyncError."""
@@ -80,10 +80,10 @@ class Sources:
             raise ValueError("it is no regular file")
         return os.fdopen(descriptor, "rb")
 
-    def _refusal(self, what: str, wanted: str, *, verb: str = "read") -> str:
+    def _refusal(self, what: str, expected: str, *, verb: str = "read") -> str:
         places = ", ".join([*map(str, self._folders), *self._urls]) or "nowhere"
         hint = "engine.weights_from or --weights-from names more; see the engine's log"
-        return f"cannot {verb} {what}: there is not {wanted} of this user below {places} ({hint})"
+        return f"cannot {verb} {what}: there is not {expected} of this user below {places} ({hint})"
 
     def _descriptor(self, path: str) -> int:
         """Open the file at a path below one of the folders."""

@@ -22,7 +22,7 @@ from agentrl.engine.vllm.plugin.server import SERVER
 
 
 # A BaseException: code around the parser may handle Exception, and must not swallow this.
-class _Found(BaseException):
+class _ParserReached(BaseException):
     """The server has come to read its arguments."""
 
 
@@ -34,24 +34,26 @@ def server_parser() -> Any:
     """The parser of vLLM's server, wherever this version of vLLM makes it."""
 
     def caught(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise _Found(self)
+        raise _ParserReached(self)
 
     # The parser is made inside the server's `__main__`, by functions whose names change from version to version. That
     # it calls `parse_args` does not change, so it is caught there.
     read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, caught  # type: ignore[assignment]
     try:
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
-    except _Found as found:
-        return found.args[0]
+    except _ParserReached as reached:
+        return reached.args[0]
     finally:
         argparse.ArgumentParser.parse_args = read
     raise SystemExit(f"{SERVER} reads no arguments")
 
 
-def wrong(parser: Any, base: list[str], given: dict[str, list[str]], reserved: dict[str, str]) -> dict[str, Any] | None:
+def wrong(
+    parser: Any, base: list[str], arguments: dict[str, list[str]], reserved: dict[str, str]
+) -> dict[str, Any] | None:
     """The first of the further arguments that is wrong beside `base`: its name (None if it is not known which one),
     vLLM's message, and a name near an unknown one."""
-    for key, words in given.items():
+    for key, words in arguments.items():
         action = parser._option_string_actions.get(f"--{key}")  # the whole name: it takes shortened ones as well
         if action is None:
             names = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
@@ -63,17 +65,17 @@ def wrong(parser: Any, base: list[str], given: dict[str, list[str]], reserved: d
             return {"key": key, "says": refusal, "near": []}
     # Each argument alone may be fine, and the configuration of all refused. Then one is left out at a time: the one
     # without which it works is named.
-    if refusal := _refusal(parser, [*base, *_all(given)], configure=True):
-        for key in given:
-            rest = {name: words for name, words in given.items() if name != key}
+    if refusal := _refusal(parser, [*base, *_all(arguments)], configure=True):
+        for key in arguments:
+            rest = {name: words for name, words in arguments.items() if name != key}
             if not _refusal(parser, [*base, *_all(rest)], configure=True):
                 return {"key": key, "says": refusal, "near": []}
         return {"key": None, "says": refusal, "near": []}
     return None
 
 
-def _all(given: dict[str, list[str]]) -> list[str]:
-    return [word for words in given.values() for word in words]
+def _all(arguments: dict[str, list[str]]) -> list[str]:
+    return [word for words in arguments.values() for word in words]
 
 
 def _refusal(parser: Any, argv: list[str], *, configure: bool = False) -> str | None:

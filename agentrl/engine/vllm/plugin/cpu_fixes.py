@@ -23,9 +23,9 @@ import functools
 import os
 from typing import Any
 
-from agentrl.engine.vllm.plugin import MEND_VARIABLE
+from agentrl.engine.vllm.plugin import CPU_FIXES_VARIABLE
 
-enabled = os.environ.get(MEND_VARIABLE, "1") != "0"
+enabled = os.environ.get(CPU_FIXES_VARIABLE, "1") != "0"
 
 
 def install() -> None:
@@ -46,7 +46,7 @@ def install() -> None:
         return
 
     @functools.wraps(shrink)
-    def mended_shrink(inputs, weights, output, indices, scaling=1.0):
+    def fixed_shrink(inputs, weights, output, indices, scaling=1.0):
         shrink(inputs, weights, output, indices, scaling)
         if enabled:
             # -1 is vLLM's mark for "no adapter", and an index from the end to torch: the result is that of the last
@@ -54,7 +54,7 @@ def install() -> None:
             output[indices < 0] = 0
 
     @functools.wraps(add_logits)
-    def mended_add_logits(self, y, x, *args, **kwargs):
+    def fixed_add_logits(self, y, x, *args, **kwargs):
         # Prompt log-probs: the rows are those of one prompt, the adapters those of all requests that sample, and nobody
         # says which is whose. Nothing is added: our adapters leave the output layer alone.
         if not enabled or len(self.sampler_indices) == len(x):
@@ -62,13 +62,13 @@ def install() -> None:
 
     settle = FusedMoEConfig.__post_init__
 
-    def mended_settle(self):
+    def fixed_settle(self):
         settle(self)
         self.is_lora_enabled = self.is_lora_enabled and not enabled
 
-    FusedMoEConfig.__post_init__ = mended_settle
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = mended_shrink
-    punica_cpu.PunicaWrapperCPU.add_lora_logits = mended_add_logits
+    FusedMoEConfig.__post_init__ = fixed_settle
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = fixed_shrink
+    punica_cpu.PunicaWrapperCPU.add_lora_logits = fixed_add_logits
 
 
 def ready_for_update(model: Any) -> None:

@@ -54,7 +54,7 @@ def install() -> None:
         return sampled, processed
 
     @functools.wraps(sample)
-    def told(self, *args, **kwargs):
+    def sample_with_masks(self, *args, **kwargs):
         self.sampler.agentrl_processed = None
         output = sample(self, *args, **kwargs)
         processed = self.sampler.agentrl_processed
@@ -63,7 +63,7 @@ def install() -> None:
         return output
 
     Sampler.sample = seen
-    CPUModelRunner.sample_tokens = told
+    CPUModelRunner.sample_tokens = sample_with_masks
 
 
 def _sets(logprobs: Any) -> Any:

@@ -265,7 +265,7 @@ def _marks(model: Any, dtype: Any) -> Iterator[dict[str, str]]:
 
 
 def _marking(
-    process: Callable[[Any], None], names: list[str], dtype: Any, found: dict[str, str]
+    process: Callable[[Any], None], names: list[str], dtype: Any, marks: dict[str, str]
 ) -> Callable[[Any], None]:
     def marked(layer: Any) -> None:
         weight = layer.weight
@@ -273,7 +273,7 @@ def _marking(
         if weight.dim() == 2 and weight.dtype == dtype and sum(sizes) == len(weight):
             columns = weight[:, fingerprints.columns(weight.shape[1])]
             for name, part in zip(names, columns.split(sizes), strict=True):
-                found[name] = fingerprints.of(part.float().cpu().numpy())
+                marks[name] = fingerprints.of(part.float().cpu().numpy())
         process(layer)
 
     return marked

@@ -48,7 +48,7 @@ class WorkerExtension:
             "pickles": os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1",
         }
 
-    def agentrl_mend(self, on: str) -> dict[str, Any]:
+    def agentrl_set_fixes(self, on: str) -> dict[str, Any]:
         """Switch the fixes of the CPU build's silent bugs on or off (`"1"` or `"0"`)."""
         cpu_fixes.enabled = on != "0"
         return {"mending": cpu_fixes.enabled}
