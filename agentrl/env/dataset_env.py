@@ -93,13 +93,13 @@ class RowsEnv(Env):
             if not self._rows:
                 raise UsageError(f"{ID} has no row to ask: give [[tasks]] rows = FILE, or its argument rows")
             row = dict(self._rows[(seed or 0) % len(self._rows)])
-        self._row, self._asked = row, self._messages(row)
+        self._row, self._opening = row, self._messages(row)
         self._name_unused(row)
-        return self._asked, {}
+        return self._opening, {}
 
     def step(self, action: str) -> StepResult:
         talk = isinstance(self._row.get(self._column), list)
-        answer = Answer(prompt=self._asked, completion=action, row=self._row, talk=talk)
+        answer = Answer(prompt=self._opening, completion=action, row=self._row, talk=talk)
         judgement = self._judge(answer)
         for name in judgement.late:
             log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)

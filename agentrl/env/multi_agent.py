@@ -192,7 +192,7 @@ class OneRole(Env):
         missing = [name for name in roles if name != role and name not in self._players]
         if missing:
             raise UsageError(f"nobody plays {', '.join(missing)}: bind them in others")
-        self._env, self._asked, self._success = env, role, success_outcome
+        self._env, self._chosen_role, self._success = env, role, success_outcome
         self.replayable, self.blocking = env.replayable, env.blocking  # pyright: ignore[reportAttributeAccessIssue]
         self._role = role
 
@@ -203,8 +203,8 @@ class OneRole(Env):
 
     def deal(self, options: Mapping[str, Json]) -> tuple[str, Mapping[str, Json]]:
         """The learner's role in the episode to come and the table's reset options; override to choose by the task."""
-        if self._asked != "seed":
-            return self._asked, options
+        if self._chosen_role != "seed":
+            return self._chosen_role, options
         return self._env.roles[int(self.np_random.integers(len(self._env.roles)))], options
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:

@@ -114,18 +114,20 @@ class RewardFunction:
             **{key: value for key, value in arguments.items() if self.takes is None or key in self.takes}
         )
 
-    def _only(self, said: Any) -> Any:
-        values = said.tolist() if hasattr(said, "tolist") else said
+    def _only(self, returned: Any) -> Any:
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
         # Exactly one number for one completion. A function that returns a list of another length has read the batch
         # wrongly, and taking its first number would hide that.
         if not isinstance(values, list | tuple) or len(cast("Sequence[Any]", values)) != 1:
-            raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return one number per completion")
+            raise EnvError(
+                f"the reward function {self.name!r} returned {returned!r:.80}: return one number per completion"
+            )
         return cast("Sequence[Any]", values)[0]
 
-    def _number(self, said: Any) -> float:
-        score = said.item() if getattr(said, "shape", None) == () and hasattr(said, "item") else said
+    def _number(self, returned: Any) -> float:
+        score = returned.item() if getattr(returned, "shape", None) == () and hasattr(returned, "item") else returned
         if not isinstance(score, Real) or not math.isfinite(score):
-            raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return a finite number")
+            raise EnvError(f"the reward function {self.name!r} returned {returned!r:.80}: return a finite number")
         return float(score)
 
 
@@ -135,5 +137,5 @@ def _is_open(signature: inspect.Signature) -> bool:
     return kinds == {inspect.Parameter.VAR_KEYWORD}
 
 
-async def _awaited(said: Any) -> Any:
-    return await said
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

@@ -256,8 +256,8 @@ def main(names: Sequence[str]) -> None:
         # returns (law 4).
         os._exit(0)
 
-    def answer(said: dict[str, Any]) -> None:
-        answers.write(json.dumps(said) + "\n")
+    def answer(document: dict[str, Any]) -> None:
+        answers.write(json.dumps(document) + "\n")
         answers.flush()
 
     threading.Thread(target=read, daemon=True).start()

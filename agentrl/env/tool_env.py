@@ -24,7 +24,7 @@ from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
 from agentrl.env.tools.tool_turn import ToolTurn, errors_by_tool, with_cut
 from agentrl.env.tools.toolbox import Toolbox
-from agentrl.env.tools.tools import CallResult, clean_text, envelope, is_tool, said, tool_messages, tools_of
+from agentrl.env.tools.tools import CallResult, clean_text, describe_fault, envelope, is_tool, tool_messages, tools_of
 from agentrl.errors import PolicyFault, StructuralParseError, UsageError
 from agentrl.protocols import Sandbox, Tool
 from agentrl.records import Json, Message, Messages, StopReason
@@ -111,7 +111,7 @@ class ToolEnv(Recorded):
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
             # A tool named `reset` or `reward` would silently replace a part of the contract: the episode then fails far
-            # from here, or worse, runs with another meaning. Known at the class statement, so it is said there.
+            # from here, or worse, runs with another meaning. Known at the class statement, so it is reported there.
             if is_tool(value) and hasattr(ToolEnv, name):
                 hint = f"name the method otherwise, and the tool by @tool(name={name!r})"
                 raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {hint}")
@@ -371,7 +371,7 @@ class ToolEnv(Recorded):
             return () if answer is None else _messages(answer, f"{type(self).__name__}.on_text"), set()
         except PolicyFault as error:
             fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
-            return _messages(said(with_cut(error, self.action_cut)), "on_text"), {fault}
+            return _messages(describe_fault(with_cut(error, self.action_cut)), "on_text"), {fault}
 
 
 def _messages(value: str | Sequence[Message], what: str) -> Messages:

@@ -59,7 +59,9 @@ class TextGym(ToolEnv):
         self._names = names_of(self._gym.action_space, actions)
         parameters = {"action": _schema_of(self._gym.action_space, self._names)}
         schema = {"type": "object", "properties": parameters, "required": ["action"], "additionalProperties": False}
-        act = SchemaTool("act", "Play one action.", schema, lambda given: self.act(given["action"]), blocking=False)
+        act = SchemaTool(
+            "act", "Play one action.", schema, lambda arguments: self.act(arguments["action"]), blocking=False
+        )
         super().__init__(tools=[act], **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:

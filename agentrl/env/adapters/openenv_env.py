@@ -68,12 +68,12 @@ class OpenEnv(ToolEnv):
         self._client = self._package.GenericEnvClient(
             self._url, connect_timeout_s=CONNECT_S, message_timeout_s=self._timeout_s
         )
-        self._asked("connect", self._client.connect)
+        self._query("connect", self._client.connect)
         self._waiting = False
 
     def prompt(self, task: Mapping[str, Json]) -> Messages:
         seed = int(self.np_random.integers(2**31))
-        result = self._asked("reset", functools.partial(self._client.reset, seed=seed, **task))
+        result = self._query("reset", functools.partial(self._client.reset, seed=seed, **task))
         shown = _shown(result.observation)
         opening = (as_messages(part) for part in (self._instructions, shown) if part)
         return tuple(message for messages in opening for message in messages)
@@ -140,7 +140,7 @@ class OpenEnv(ToolEnv):
                 self.finish()
             raise ToolError(f"the environment ended the session at this action: {error}") from error
 
-    def _asked(self, what: str, body: Callable[[], Any]) -> Any:
+    def _query(self, what: str, body: Callable[[], Any]) -> Any:
         """Ask the server for what no action is part of. Raises EnvError."""
         with boundary(EnvError, f"OpenEnv server {self._url}: {what}:"):
             return body()

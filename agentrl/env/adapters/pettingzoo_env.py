@@ -54,14 +54,14 @@ class PettingZoo(RolesEnv):
     def start(self, task: Mapping[str, Json]) -> str:
         self._env.reset(seed=int(self.np_random.integers(2**31)), options=dict(task) or None)
         self._returns = dict.fromkeys(self.roles, 0.0)
-        self._told: set[str] = set()
+        self._briefed: set[str] = set()
         self.cut_off = False
         return str(self._env.agent_selection)
 
     def see(self, role: str) -> str:
         observation, _, _, _, info = self._env.last()
-        opening = [] if role in self._told else [self.rules, f"You are {role}."]
-        self._told.add(role)
+        opening = [] if role in self._briefed else [self.rules, f"You are {role}."]
+        self._briefed.add(role)
         if self._show is not None:
             shown = self._show(role, observation, info)
         else:

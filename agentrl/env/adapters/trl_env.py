@@ -74,7 +74,7 @@ class TrlEnv(ToolEnv):
         self._functions = _functions_of(reward_funcs)
         self._weights = _weights_of(reward_weights, len(self._functions))
         self._rows = None if rows is None else read_rows(rows)
-        self._said: list[Message] = []
+        self._completion: list[Message] = []
         self._action = ""
         self.graded = bool(self._functions) or callable(getattr(self._env, "get_reward", None))
         if not self.graded:
@@ -99,7 +99,7 @@ class TrlEnv(ToolEnv):
         if seen is not None:
             last = opening.pop() if opening else Message(role="user", content="")
             opening.append(Message(role=last["role"], content=last["content"] + seen))
-        self._said, self._asked = [], opening
+        self._completion, self._opening = [], opening
         return opening
 
     async def astep(self, action: str) -> StepResult:
@@ -114,7 +114,7 @@ class TrlEnv(ToolEnv):
             if isinstance(result.call, ToolCall)
         ]
         message = Message(role="assistant", content=self._format.parse(self._action, self.schemas).text)
-        self._said += [
+        self._completion += [
             cast("Message", {**message, "tool_calls": calls}) if calls else message,
             *tool_messages(results, 0),
         ]
@@ -161,15 +161,20 @@ class TrlEnv(ToolEnv):
         return Grade(outcome=outcome, success=outcome >= 1.0, info={"scores": dict(scores)} if scores else {})
 
     def _answer(self) -> Answer:
-        completion = self._said[-1]["content"] if self._said else ""
+        completion = self._completion[-1]["content"] if self._completion else ""
         row = {key: value for key, value in self.task.items() if key != "prompt"}
         return Answer(
-            prompt=self._asked, completion=completion, row=row, talk=True, messages=self._said, environment=self._env
+            prompt=self._opening,
+            completion=completion,
+            row=row,
+            talk=True,
+            messages=self._completion,
+            environment=self._env,
         )
 
 
-def _functions_of(given: Sequence[Function] | Function) -> list[RewardFunction]:
-    functions = [given] if isinstance(given, str) or callable(given) else list(given)
+def _functions_of(reward_funcs: Sequence[Function] | Function) -> list[RewardFunction]:
+    functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
     wrapped = [
         RewardFunction.of(each)
         if isinstance(each, str)
@@ -184,10 +189,10 @@ def _functions_of(given: Sequence[Function] | Function) -> list[RewardFunction]:
     return wrapped
 
 
-def _weights_of(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    weights = (1.0,) * count if given is None else tuple(given)
+def _weights_of(reward_weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    weights = (1.0,) * count if reward_weights is None else tuple(reward_weights)
     if len(weights) != count:
-        raise UsageError(f"reward_weights = {given!r}: give one for each of the {count} reward_funcs")
+        raise UsageError(f"reward_weights = {reward_weights!r}: give one for each of the {count} reward_funcs")
     return tuple(finite(f"reward_weights[{number}]", weight) for number, weight in enumerate(weights))
 
 

@@ -132,7 +132,7 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
             for seed in range(size):
                 env = make()
                 opening, _ = env.reset(seed=seed)
-                messages = _with_tools_told(env, as_messages(opening))
+                messages = _with_tool_instructions(env, as_messages(opening))
                 env.close()
                 prompt = [{"role": m["role"], "content": m["content"]} for m in messages]
                 yield SeedTask(SeedData(name=f"seed {seed}", prompt=prompt, seed=seed), self.config.task)
@@ -162,7 +162,7 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
     return Tasks, Game
 
 
-def _with_tools_told(env: Any, messages: Messages) -> Messages:
+def _with_tool_instructions(env: Any, messages: Messages) -> Messages:
     """The opening with the tools in its system message: verifiers' chat template gets no tools of ours, and its policy
     writes calls as text."""
     schemas = [function_schema(schema) for schema in env.unwrapped.tool_schemas()]

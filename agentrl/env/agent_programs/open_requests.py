@@ -40,7 +40,7 @@ class Pending:
 
     path: str
     conversation: Conversation
-    asked_s: float
+    requested_s: float
     answers_before: int
     """How many answers were read when this request came."""
     clients: int = 0
@@ -138,7 +138,7 @@ class OpenRequests:
         if delivered:
             pending.is_read = True
             self._answers += 1
-            self._longest_s, self._read_s = max(self._longest_s, now - pending.asked_s), now
+            self._longest_s, self._read_s = max(self._longest_s, now - pending.requested_s), now
             # An answer to the same question was read after all, so its loss explains nothing that the program did.
             self._lost = [lost for lost in self._lost if lost.conversation != pending.conversation]
             return
@@ -214,7 +214,7 @@ class OpenRequests:
         return [pending for pending in (*current, *self._queue) if pending.repeats(path, conversation)]
 
     def _lost_by(self, pending: Pending, now: float) -> LostAnswer:
-        waited_s = now - pending.asked_s
+        waited_s = now - pending.requested_s
         waits_for_us_alone = pending.answers_before == self._answers
         is_patient, reacts = waited_s >= self._longest_s, now - self._read_s < _LEAST_S
         is_first = self._answers == 0
@@ -228,7 +228,7 @@ class OpenRequests:
         for other in self._queue:
             if other.repeats(pending.path, pending.conversation):
                 self._queue.remove(other)
-                other.asked_s = pending.asked_s
+                other.requested_s = pending.requested_s
                 self._current = other
                 if pending.reply is not None:
                     other.answer(pending.reply)

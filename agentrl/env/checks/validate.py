@@ -98,11 +98,11 @@ def validate(env_id: str, *, seeds: Sequence[int] | None, kwargs: Mapping[str, J
     return trio.run(_validate, lambda: as_async(make(env_id, **kwargs)), env_id, seeds)
 
 
-async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[int] | None) -> Validation:
+async def _validate(new: Callable[[], AsyncEnv], env_id: str, chosen_seeds: Sequence[int] | None) -> Validation:
     tasks, bad = await _set(new)
-    if given is None and not tasks:
+    if chosen_seeds is None and not tasks:
         raise UsageError(f"{env_id} says not how many tasks it has: give --n")
-    seeds = range(tasks) if given is None else given
+    seeds = range(tasks) if chosen_seeds is None else chosen_seeds
     verdicts: dict[int, list[OracleResult]] = {}
     failed: dict[int, TaskFault] = {}
     unknown: list[UnknownIdError] = []

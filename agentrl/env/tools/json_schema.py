@@ -38,10 +38,10 @@ def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
 # --- the validator
 
 
-def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+def _unique_items(validator: Any, keyword_value: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
     """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
     compares each with each if they cannot be sorted."""
-    if wanted and isinstance(value, list):
+    if keyword_value and isinstance(value, list):
         items = cast("list[Any]", value)
         if len({json.dumps(_comparable(item), sort_keys=True) for item in items}) < len(items):
             yield jsonschema.ValidationError(f"its items must differ: {value!r}")
@@ -69,11 +69,11 @@ def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]
     """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
     original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
-    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    def check(validator: Any, keyword_value: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
         if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
             yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
         else:
-            yield from original(validator, wanted, value, schema)
+            yield from original(validator, keyword_value, value, schema)
 
     return check
 
@@ -83,11 +83,11 @@ def _unless_null(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationEr
     and clients of Gemini write that; JSON Schema itself does not know the word and would refuse the null."""
     original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
-    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    def check(validator: Any, keyword_value: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
         # Left as JSON Schema has it, a model that answers `null` where the server's own schema allows it would read
         # that its argument is wrong, and learn never to send what the server wants.
         if value is not None or schema.get("nullable") is not True:
-            yield from original(validator, wanted, value, schema)
+            yield from original(validator, keyword_value, value, schema)
 
     return check
 

@@ -239,7 +239,7 @@ class ArgumentCheck:
         # same text. Three of them: a model that gets everything wrong learns nothing from a list of forty.
         errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
         if errors:
-            problems = "; ".join(_said(error) for error in errors[:3])
+            problems = "; ".join(_describe_violation(error) for error in errors[:3])
             raise ToolArgumentError(f"{self._name}: {problems}")
         return cast("dict[str, Json]", self._with_integers(dict(arguments), [self._parameters]))
 
@@ -288,7 +288,7 @@ def _error_place(error: Any) -> str:
     return str(error.json_path)
 
 
-def _said(error: Any) -> str:
+def _describe_violation(error: Any) -> str:
     where = ".".join(str(part) for part in error.absolute_path)
     message = clean_text(str(error.message))
     message = message if len(message) <= 200 else message[:200] + "…"
@@ -428,11 +428,11 @@ class CallResult:
 
 def failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
     """The result of a call that went wrong, as the model reads it."""
-    content, was_cut = cut(clean_text(said(error)), limit)
+    content, was_cut = cut(clean_text(describe_fault(error)), limit)
     return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
 
 
-def said(error: PolicyFault) -> str:
+def describe_fault(error: PolicyFault) -> str:
     """An error as the model reads it: its kind, then its text."""
     for kind, name in _KINDS.items():
         if isinstance(error, kind):
