@@ -166,8 +166,8 @@ class AdapterLearner:
         for part in self._passes(rows):
             of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
             lost = _sum(part, of_targets, loss)
-            found_here = torch.autograd.grad(lost, parameters, allow_unused=True)
-            for sum_, new in zip(gradients, cast("tuple[Tensor | None, ...]", found_here), strict=True):
+            part_gradients = torch.autograd.grad(lost, parameters, allow_unused=True)
+            for sum_, new in zip(gradients, cast("tuple[Tensor | None, ...]", part_gradients), strict=True):
                 if new is not None:
                     sum_ += new
             total += float(lost.detach())
@@ -270,8 +270,8 @@ class AdapterLearner:
 def _sum(rows: Sequence[TargetRow], of_targets: Sequence[Tensor], loss: RowLoss) -> Tensor:
     return torch.stack(
         [
-            loss(found_TC, {key: column.to(found_TC.device) for key, column in row.columns.items()})
-            for row, found_TC in zip(rows, of_targets, strict=True)
+            loss(logprobs_TC, {key: column.to(logprobs_TC.device) for key, column in row.columns.items()})
+            for row, logprobs_TC in zip(rows, of_targets, strict=True)
         ]
     ).sum()
 

@@ -91,7 +91,7 @@ class LearnerState:
             optimizers=models.optimizers,
             parts=models.parts(),
             own=models.own,
-            found=copied,
+            entries=copied,
             keep=self._worker.settings.train.keep_checkpoints,
             ranks=ranks.size,
             settle=partial(ranks.settle, draft.name, progress),

@@ -136,10 +136,10 @@ class StepPasses:
     def _with_proximal(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with the columns of `forward` before the first update: `every` pass, or those whose algorithm
         looks ahead."""
-        wanted = [pack for part in updates for pack in part if every or pack.algo.ahead]
-        if not wanted:
+        selected = [pack for part in updates for pack in part if every or pack.algo.ahead]
+        if not selected:
             return [list(part) for part in updates]
-        columns = {id(wanted[place]): computed for place, computed in self._over_ranks(Forward, wanted).items()}
+        columns = {id(selected[place]): computed for place, computed in self._over_ranks(Forward, selected).items()}
         return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
     def _with_advantages(

@@ -308,7 +308,7 @@ def summarise(
         by_turn=by_number(tokens, "turn") if tokens else {},
         ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
-        routing=summary(tally.packs, tally.routed, asked=replays),
+        routing=summary(tally.packs, tally.routed, replays=replays),
         use=use,
         algorithm=tally.algorithm_gauges(),
         environments=by_environment(ready, laid, tally.computed()),

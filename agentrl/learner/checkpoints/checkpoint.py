@@ -135,7 +135,7 @@ def save(
     optimizers: Mapping[str, torch.optim.Optimizer],
     parts: Mapping[str, CheckpointPart] = _NO_PARTS,
     own: Mapping[str, Model] = _NO_MODELS,
-    found: Iterable[tuple[str, Any]] | None = None,
+    entries: Iterable[tuple[str, Any]] | None = None,
     keep: int,
     ranks: int = 1,
     settle: Callable[[], None] = lambda: None,
@@ -152,7 +152,7 @@ def save(
     this process's to write. Raises RunFailed if what another rank wrote is not there."""
     may_appear()
     root, folder = draft.parent, draft.parent / name_of(state.step)
-    entries = contents(module, optimizers, parts, own) if found is None else found
+    entries = contents(module, optimizers, parts, own) if entries is None else entries
     try:
         copy_description(model_folder, draft)
         for role, model in own.items():
@@ -264,33 +264,33 @@ def free_bytes() -> int:
     return free
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def _tensors(nested: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, and the parts of those that consist of several."""
-    if isinstance(found, Tensor):
-        names = _parts_of(found)
-        yield from (getattr(found, name) for name in names) if names else [found]
-    elif isinstance(found, Mapping):
-        for item in cast("Mapping[Any, Any]", found).values():
+    if isinstance(nested, Tensor):
+        names = _parts_of(nested)
+        yield from (getattr(nested, name) for name in names) if names else [nested]
+    elif isinstance(nested, Mapping):
+        for item in cast("Mapping[Any, Any]", nested).values():
             yield from _tensors(item)
-    elif isinstance(found, list | tuple):
-        for item in cast("Sequence[Any]", found):
+    elif isinstance(nested, list | tuple):
+        for item in cast("Sequence[Any]", nested):
             yield from _tensors(item)
 
 
-def _kept(found: Any, places: Set[int]) -> Any:
+def _kept(entry: Any, places: Set[int]) -> Any:
     """Return an entry in host memory: a tensor is copied if its storage begins at one of the addresses `places`."""
-    if isinstance(found, Tensor):
-        if names := _parts_of(found):  # of several, such as codes and scales
-            inner = {name: _kept(getattr(found, name), places) for name in names}
-            flat = cast("Any", found)
-            return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], found.size(), found.stride())
-        return found.to("cpu", copy=found.untyped_storage().data_ptr() in places)
-    if isinstance(found, dict):
-        return {key: _kept(item, places) for key, item in cast("dict[Any, Any]", found).items()}
-    if isinstance(found, list | tuple):
-        items = [_kept(item, places) for item in cast("Sequence[Any]", found)]
-        return items if isinstance(found, list) else tuple(items)
-    return found
+    if isinstance(entry, Tensor):
+        if names := _parts_of(entry):  # of several, such as codes and scales
+            inner = {name: _kept(getattr(entry, name), places) for name in names}
+            flat = cast("Any", entry)
+            return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], entry.size(), entry.stride())
+        return entry.to("cpu", copy=entry.untyped_storage().data_ptr() in places)
+    if isinstance(entry, dict):
+        return {key: _kept(item, places) for key, item in cast("dict[Any, Any]", entry).items()}
+    if isinstance(entry, list | tuple):
+        items = [_kept(item, places) for item in cast("Sequence[Any]", entry)]
+        return items if isinstance(entry, list) else tuple(items)
+    return entry
 
 
 def _parts_of(tensor: Tensor) -> list[str]:

@@ -151,7 +151,7 @@ def rows_of(
                         if name not in ragged
                     },
                     ragged={name: Ragged.of(values[name]) for name in ragged},
-                    chosen=expert_records.told((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),
+                    chosen=expert_records.read_experts((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),
                     observed_O=torch.tensor(observed, dtype=torch.int64),
                     images={image.token: image for image in images.shown(token_ids, known_images)},
                 )

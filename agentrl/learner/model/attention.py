@@ -86,7 +86,7 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **given: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. With
     `gather` all three are of this rank's nodes. Dropout of transformers' interface is not used.
@@ -98,7 +98,7 @@ def tree_attention(
         raise ValueError("its attention has a mask of its own")
     # transformers hands unknown arguments on without a word: a softcap or a bias of a new architecture would be left
     # out, and the learner would train another model than the engine serves.
-    refuse_unknown(given)
+    refuse_unknown(options)
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -107,9 +107,9 @@ def tree_attention(
     return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
 
 
-def refuse_unknown(given: Mapping[str, object]) -> None:
+def refuse_unknown(options: Mapping[str, object]) -> None:
     """Raises ValueError for a number or tensor that may change the scores."""
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in _NO_SCORES and value is not None and not isinstance(value, bool):
             raise ValueError(f"its attention takes {name!r}")
 

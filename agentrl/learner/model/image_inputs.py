@@ -50,8 +50,8 @@ class ImageInputs:
 
     def _positions(self, pack: Pack) -> Tensor:
         """Time, row and column of each node [3, N]: those that it has in a row that goes through it."""
-        found_3N = torch.zeros(3, len(pack.token_ids_N), dtype=torch.long)
+        positions_3N = torch.zeros(3, len(pack.token_ids_N), dtype=torch.long)
         for branch in pack.branches:
             positions = self._vision.positions(pack.token_ids_N[branch.path].tolist(), pack.images)
-            found_3N[:, branch.start : branch.stop] = torch.tensor(positions).T[:, branch.start - branch.stop :]
-        return found_3N.to(pack.token_ids_N.device)
+            positions_3N[:, branch.start : branch.stop] = torch.tensor(positions).T[:, branch.start - branch.stop :]
+        return positions_3N.to(pack.token_ids_N.device)

@@ -170,28 +170,28 @@ class TokenQuery:
 
 
 def statistics(
-    head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], asked: TokenQuery
+    head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], query: TokenQuery
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read from `head(hidden_PH)` the log-probs [I] at the query's `own` places and [O] at its `plain` ones, and the
     entropy [P] of each row, in float32 and nats. `parameters` are those of `head`. Gradients reach them and
     `hidden_PH`, through all three."""
-    own_I, plain_O, entropy_P = _Statistics.apply(hidden_PH, head, asked, *parameters)  # pyright: ignore
-    return own_I[asked.own.back_I], plain_O[asked.plain.back_I], entropy_P
+    own_I, plain_O, entropy_P = _Statistics.apply(hidden_PH, head, query, *parameters)  # pyright: ignore
+    return own_I[query.own.back_I], plain_O[query.plain.back_I], entropy_P
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_PH: Tensor, head: Callable[[Tensor], Tensor], asked: TokenQuery, *parameters: Tensor
+        ctx: Any, hidden_PH: Tensor, head: Callable[[Tensor], Tensor], query: TokenQuery, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden_PH.dtype, torch.float32)
         own_I, plain_O, entropy_P = (
-            hidden_PH.new_empty(len(places), dtype=dtype) for places in (asked.own.row_I, asked.plain.row_I, hidden_PH)
+            hidden_PH.new_empty(len(places), dtype=dtype) for places in (query.own.row_I, query.plain.row_I, hidden_PH)
         )
         # Without parameters there is nothing to compute again.
-        keeps = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= asked.rows
+        keeps = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= query.rows
         ctx.kept = None
-        for rows, blocks in asked.chunks(len(hidden_PH)):
+        for rows, blocks in query.chunks(len(hidden_PH)):
             part_CH = hidden_PH[rows].detach().requires_grad_()
             with torch.set_grad_enabled(bool(keeps)):
                 logits_CV = head(part_CH)
@@ -202,7 +202,7 @@ class _Statistics(torch.autograd.Function):
                 wide_bV = logits_CV[block].to(dtype)
                 if len(plain_row):
                     plain_O[plain] = wide_bV[plain_row, plain_id] - wide_bV.logsumexp(-1)[plain_row]
-                scaled_bV = wide_bV if asked.temperature == 1.0 else wide_bV / asked.temperature
+                scaled_bV = wide_bV if query.temperature == 1.0 else wide_bV / query.temperature
                 logprobs_bV = scaled_bV.log_softmax(-1)
                 own_I[own_span] = logprobs_bV[own_row, own_id]
                 entropy_P[rows][block] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
@@ -211,7 +211,7 @@ class _Statistics(torch.autograd.Function):
         # size.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_PH, *parameters)
-        ctx.head, ctx.asked = head, asked
+        ctx.head, ctx.query = head, query
         return own_I, plain_O, entropy_P
 
     @staticmethod
@@ -219,9 +219,9 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         a_I, b_O, h_P = grads
         hidden_PH, *parameters = ctx.saved_tensors
-        query: TokenQuery = ctx.asked
-        wanted = ctx.needs_input_grad[3:]
-        trained = [parameter for parameter, wants in zip(parameters, wanted, strict=True) if wants]
+        query: TokenQuery = ctx.query
+        needs_grad = ctx.needs_input_grad[3:]
+        trained = [parameter for parameter, wants in zip(parameters, needs_grad, strict=True) if wants]
         sums: list[Tensor] = []
         dhidden_PH = torch.empty_like(hidden_PH)
         for rows, blocks in query.chunks(len(hidden_PH)):
@@ -254,7 +254,7 @@ class _Statistics(torch.autograd.Function):
         if not len(hidden_PH):
             sums = [torch.zeros_like(tensor) for tensor in trained]
         totals = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
-        return dhidden_PH, None, None, *(next(totals) if wants else None for wants in wanted)
+        return dhidden_PH, None, None, *(next(totals) if wants else None for wants in needs_grad)
 
 
 def _gradient(
@@ -270,21 +270,21 @@ def _gradient(
     scaled_CV = wide_CV if temperature == 1.0 else wide_CV / temperature
     total_C1 = _sums(wide_CV, own_at[0], a_I)
     if h_C is None:
-        found_CV = scaled_CV.softmax(-1).mul_(-total_C1)
+        dlogits_CV = scaled_CV.softmax(-1).mul_(-total_C1)
     else:
         logprobs_CV = scaled_CV.log_softmax(-1)
         probs_CV = logprobs_CV.exp()
         entropy_C1 = -(probs_CV * logprobs_CV).sum(-1, keepdim=True)
-        found_CV = logprobs_CV.add_(entropy_C1).mul_(h_C[:, None]).add_(total_C1).mul_(probs_CV).neg_()
+        dlogits_CV = logprobs_CV.add_(entropy_C1).mul_(h_C[:, None]).add_(total_C1).mul_(probs_CV).neg_()
         del probs_CV
     del scaled_CV
-    _scatter(found_CV, own_at, a_I)
+    _scatter(dlogits_CV, own_at, a_I)
     if temperature != 1.0:
-        found_CV.div_(temperature)
+        dlogits_CV.div_(temperature)
     if b_O is not None and len(b_O):
-        found_CV.sub_(wide_CV.softmax(-1).mul_(_sums(wide_CV, plain_at[0], b_O)))
-        _scatter(found_CV, plain_at, b_O)
-    return found_CV
+        dlogits_CV.sub_(wide_CV.softmax(-1).mul_(_sums(wide_CV, plain_at[0], b_O)))
+        _scatter(dlogits_CV, plain_at, b_O)
+    return dlogits_CV
 
 
 def _sums(like_CV: Tensor, row_I: Tensor, a_I: Tensor | None) -> Tensor:

@@ -295,8 +295,10 @@ def _of(adapter: str) -> str:
     return f"{adapter}/"
 
 
-def _own(found: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    return {name.removeprefix(_of(adapter)): tensor for name, tensor in found.items() if name.startswith(_of(adapter))}
+def _own(tensors: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(_of(adapter)): tensor for name, tensor in tensors.items() if name.startswith(_of(adapter))
+    }
 
 
 def export(module: Any, adapter: str, folder: Path) -> Path:
@@ -317,14 +319,14 @@ def save(module: Any, folder: Path) -> Path:
     return write(module, tensors_of(module), folder)
 
 
-def write(module: Any, found: dict[str, Tensor], folder: Path, *, read_back: bool = True) -> Path:
+def write(module: Any, adapter_tensors: dict[str, Tensor], folder: Path, *, read_back: bool = True) -> Path:
     """Write what `tensors_of` returned to `folder`, whole or not at all, for PEFT or an engine to load. Raises
     ModelError, and leaves nothing, if PEFT reads another adapter; without `read_back` only the first time."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     for adapter, place in _places(module, draft):
         place.mkdir(parents=True)
-        tensors = _own(found, adapter)
+        tensors = _own(adapter_tensors, adapter)
         save_file(
             {_PREFIX + name: tensor for name, tensor in tensors.items()}, place / WEIGHTS, metadata={"format": "pt"}
         )
@@ -334,7 +336,7 @@ def write(module: Any, found: dict[str, Tensor], folder: Path, *, read_back: boo
     if read_back or module not in _read_once:
         try:
             for adapter, place in _places(module, draft):
-                _check_read(module, _own(found, adapter), place)
+                _check_read(module, _own(adapter_tensors, adapter), place)
         except ModelError:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -392,9 +394,9 @@ def _check_read(module: Any, own: dict[str, Tensor], folder: Path) -> None:
         down_ERI = layer.lora_A[_NAME].weight.view(layer.num_experts, -1, layer.lora_A[_NAME].weight.shape[1])
         up_ORE = layer.lora_B[_NAME].weight.view(layer.lora_B[_NAME].weight.shape[0], -1, layer.num_experts)
         for piece, (down, up) in zip(parts, pairs, strict=True):
-            found_OI = up_ORE[piece.start : piece.stop, :, piece.expert] @ down_ERI[piece.expert]
+            peft_OI = up_ORE[piece.start : piece.stop, :, piece.expert] @ down_ERI[piece.expert]
             exact_OI = config.lora_alpha / config.r * own[up].float() @ own[down].float()
-            if not torch.allclose(layer.scaling[_NAME] * found_OI, exact_OI, rtol=1e-3, atol=1e-5):
+            if not torch.allclose(layer.scaling[_NAME] * peft_OI, exact_OI, rtol=1e-3, atol=1e-5):
                 raise wrong(piece.name)
     if unread:
         raise wrong(min(unread))

@@ -74,10 +74,10 @@ _LOW = 0.5  # a cap there
 _IN_THE_MASK = "sliding_window"
 
 
-def _strict_sdpa(module: nn.Module, *given: Any, **named: Any) -> tuple[Tensor, None]:
+def _strict_sdpa(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, None]:
     """transformers' sdpa, which drops what it does not know, such as a cap of the scores: here a ValueError."""
     refuse_unknown({name: value for name, value in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
-    return sdpa_attention_forward(module, *given, **named)
+    return sdpa_attention_forward(module, *inputs, **named)
 
 
 _SDPA_KNOWS = inspect.signature(sdpa_attention_forward).parameters
@@ -279,8 +279,8 @@ class PolicyModel:
             return _logits(self.module, tokens_N, depth_N, self.layout(branches), numbers_N)
 
         with settled(self.module):
-            _, (found_I, _, _) = self._read(run, own_places, none, None, temperature=1.0, dtype=self.dtype)
-        parts = found_I.split([of_TC.numel() for _, of_TC in rows])
+            _, (logprobs_I, _, _) = self._read(run, own_places, none, None, temperature=1.0, dtype=self.dtype)
+        parts = logprobs_I.split([of_TC.numel() for _, of_TC in rows])
         return [part_I.view(of_TC.shape) for part_I, (_, of_TC) in zip(parts, rows, strict=True)]
 
     @torch.no_grad()
@@ -340,13 +340,13 @@ class PolicyModel:
             with _computing(self.device, dtype):
                 return head(hidden_CH)
 
-        def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
+        def read_here(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
             query = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size, block=block)
             if head is None:
                 return statistics(_nothing, logits_PV[rows], (), query)
             return statistics(logits_of, hidden_PH, tuple(layer.parameters()), query)
 
-        return hidden_PH, found(own, plain) if portion is None else portion.read(own, plain, found)
+        return hidden_PH, read_here(own, plain) if portion is None else portion.read(own, plain, read_here)
 
     def _keeping(self) -> AbstractContextManager[object]:
         """Inside, tensors that gradients need are kept where they should wait for these."""
@@ -588,13 +588,13 @@ def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None
         raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
 
 
-def _row(module: Any, tokens_T: Tensor, **given: object) -> Tensor:
+def _row(module: Any, tokens_T: Tensor, **options: object) -> Tensor:
     restart(module)
-    return module(input_ids=tokens_T[None], use_cache=False, **given).logits[0]
+    return module(input_ids=tokens_T[None], use_cache=False, **options).logits[0]
 
 
-def _close(found_TV: Tensor, exact_TV: Tensor) -> bool:
-    return torch.allclose(found_TV, exact_TV, atol=1e-3, rtol=1e-3)
+def _close(logits_TV: Tensor, exact_TV: Tensor) -> bool:
+    return torch.allclose(logits_TV, exact_TV, atol=1e-3, rtol=1e-3)
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class Routes:
         return replace(self, chosen_NLK=chosen_NLK, rows_N=self.rows_N.to(device))
 
 
-def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
+def read_experts(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
     """Read from the turns of a path the experts of its first `size` tokens [T, L, K], int16; None if no turn has
     experts. Turns of another shape than the first one are left out."""
     chosen_TLK: np.ndarray | None = None

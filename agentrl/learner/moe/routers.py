@@ -149,22 +149,22 @@ class Routers:
         self.probable = all(abs(float(mass_E.sum()) / tokens - 1) < _ROUNDING for mass_E in heard.mass.values())
         return None
 
-    def _enter(self, _: nn.Module, args: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _enter(self, _: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A layer begins, in a pass or once more for its gradients. Transformers hands the argument `routes` on to it,
         as it does all that a model does not know."""
         # At each layer, and not once a pass: gradient checkpointing runs a layer again later, when another pass may
         # have begun.
-        self._routes = given.get("routes")
+        self._routes = kwargs.get("routes")
         # Taken out here: the attention below refuses arguments that it does not know.
-        return args, {name: argument for name, argument in given.items() if name != "routes"}
+        return args, {name: argument for name, argument in kwargs.items() if name != "routes"}
 
-    def _forward(self, at: int, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _forward(self, at: int, layer: int, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         routes = self._routes
         if routes is None:
-            return forward(*given, **named)
+            return forward(*inputs, **named)
         chosen_NLK = routes.chosen_NLK
         with _Choosing(None if chosen_NLK is None else chosen_NLK[:, layer].long()) as choosing:
-            output = forward(*given, **named)
+            output = forward(*inputs, **named)
         if len(choosing.seen) == 1:
             scores_TE, index_TK, best_TK = choosing.seen[0]
             with nullcontext() if routes.pull_ME is not None else torch.no_grad():

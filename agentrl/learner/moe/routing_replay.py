@@ -131,7 +131,7 @@ def pulled(
     return updated
 
 
-def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
+def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, replays: bool) -> RoutingSummary | None:
     """Summarise some passes and their routers' choices; None if there was no mixture. No token counts as missing if
     replay is off and none has experts."""
     mixed = [(pack, pack.routes, seen) for pack, seen in zip(packs, passes, strict=True) if pack.routes and seen]
@@ -154,7 +154,7 @@ def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bo
     compared = sum(float(seen.replayed) for *_, seen in mixed)
     return RoutingSummary(
         replayed=replayed,
-        missing=needed - replayed if asked or replayed else 0,
+        missing=needed - replayed if replays or replayed else 0,
         differing=sum(routes.differing for _, routes, _ in mixed),
         agreement=sum(float(seen.agreed) for *_, seen in mixed) / compared if compared else None,
         balance=float(torch.stack(balances).mean()),

@@ -87,7 +87,7 @@ def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> lis
             outputs = passes.forward(pack, trained=tuple(models.optimizers))
             loss = outputs.logprobs_K.sum() + (0 if outputs.values_K is None else outputs.values_K.sum())
             loss.backward()
-    return recorder.found
+    return recorder.collectives
 
 
 @contextmanager
@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Collective] = []
+        self.collectives: list[Collective] = []
         self._name = ""
 
     def enter(self, name: str) -> None:
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
             largest = max((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=Tensor.numel)
             (group,) = (group for group in map(_group_of, leaves) if group is not None)
             kind = KINDS[func._schema.name.partition("::")[2]]
-            self.found.append(Collective(self._name, kind, tuple(largest.shape), largest.dtype, group.size()))
+            self.collectives.append(Collective(self._name, kind, tuple(largest.shape), largest.dtype, group.size()))
         return (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
 
 

@@ -261,8 +261,8 @@ class Experts:
             # host waits for the device in a layer.
             taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
             sent, taken = self._rows(sent_E.view(width, -1), taken_WE, len(rows_RH))
-            given_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
-            answers_RH = sent_to(self._computed(given_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
+            received_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
+            answers_RH = sent_to(self._computed(received_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
         back_R = order_R.argsort()
         answers_TKH = answers_RH[back_R].view(*index_TK.shape, -1)
         return (answers_TKH * weight_TK[..., None]).sum(1).to(states_TH.dtype)

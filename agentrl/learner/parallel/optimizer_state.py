@@ -77,14 +77,14 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
-def write(folder: Path, rank: int, found: Shards, progress: Callable[[], object]) -> None:
+def write(folder: Path, rank: int, rank_shards: Shards, progress: Callable[[], object]) -> None:
     """Write the file of a rank and make it durable, one tensor after the other; `progress` is called now and then."""
-    starts = {name: {"saved_offsets": start} for name, (start, _) in found.items()}
+    starts = {name: {"saved_offsets": start} for name, (start, _) in rank_shards.items()}
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
     }
     end = 0
-    for name, (_, tensor) in found.items():
+    for name, (_, tensor) in rank_shards.items():
         place = [end, end := end + tensor.nbytes]
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
@@ -93,7 +93,7 @@ def write(folder: Path, rank: int, found: Shards, progress: Callable[[], object]
     with file_of(folder, rank).open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         waiting = 0
-        for _, tensor in found.values():
+        for _, tensor in rank_shards.values():
             # One tensor at a time in host memory: torch's writer copies all before it writes any.
             data = memoryview(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
             for first in range(0, len(data), _SYNCED):
@@ -122,7 +122,7 @@ def read(
         raise ModelError(f"torch {torch.__version__} cannot read {folder}: pip install --upgrade torch") from error
     reader = HuggingFaceStorageReader(str(folder))
     states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
-    wanted: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     try:
         metadata = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
         for name in names:
@@ -131,11 +131,11 @@ def read(
                 parameter = [tensor for group in optimizers[optimizer].param_groups for tensor in group["params"]][
                     int(number)
                 ]
-                wanted[name] = _empty(name, metadata.get(name), parameter, away=waits(optimizers[optimizer]))
-                states[optimizer].setdefault(int(number), {})[key] = wanted[name]
+                targets[name] = _empty(name, metadata.get(name), parameter, away=waits(optimizers[optimizer]))
+                states[optimizer].setdefault(int(number), {})[key] = targets[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each plans by itself
-            load(cast("dict[str, Any]", wanted), storage_reader=reader, no_dist=True)
+            load(cast("dict[str, Any]", targets), storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError, CheckpointException) as error:
         hint = f"give it back its files, or move {folder.parent} away to go on from the checkpoint before it"
         raise ModelError(f"{folder} cannot be read: {hint} ({type(error).__name__}: {error})") from error

@@ -44,8 +44,8 @@ _RUNS = (2, 4, 8)  # of each rank: as few as will do, since in most layouts each
 # twice the copies.
 _UNEVEN = 1.03  # what a rank may see more than the mean
 
-Found = tuple[Tensor, Tensor, Tensor]
-"""As `head.statistics` returns."""
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""The result of `logprobs.statistics`."""
 
 Span = tuple[int, int]
 """Nodes from one to another, exclusive."""
@@ -111,15 +111,15 @@ class Portion:
         both: Tensor = both_NHD.transpose(0, 1)[None]  # pyright: ignore
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
-    def read(self, own: Places, plain: Places, found: Callable[[Places, Places], Found]) -> Found:
+    def read(self, own: Places, plain: Places, statistics_of: Callable[[Places, Places], Statistics]) -> Statistics:
         """Read two sets of places, and each row of logits: each rank reads its own rows, and their results are
         joined."""
         if self.row_p is None:
-            return found(own, plain)
+            return statistics_of(own, plain)
         count = len(self.pack.predictors_P)
         at_P = self.row_p.new_full((count,), -1).index_copy(0, self.row_p, torch.arange(len(self.row_p)).to(self.row_p))
         (here, own_J), (plain_places, plain_J) = own.only(at_P), plain.only(at_P)
-        own_I, plain_O, entropy_p = found(here, plain_places)
+        own_I, plain_O, entropy_p = statistics_of(here, plain_places)
         sizes = len(own.row_I), len(plain.row_I), count
         parts = zip((own_I, plain_O, entropy_p), (own_J, plain_J, self.row_p), sizes, strict=True)
         own_I, plain_O, entropy_P = self.joined(list(parts), "log-probs")
@@ -229,7 +229,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_nX: Tensor, place_N: Tensor, most: int, group: Any, name: str) -> Tensor:
         ctx.save_for_backward(place_N)
-        ctx.given = len(own_nX), most, group, name
+        ctx.gathering = len(own_nX), most, group, name
         padded = torch.cat([own_nX, own_nX.new_zeros(most - len(own_nX), *own_nX.shape[1:])])
         gathered = padded.new_empty(most * distributed.get_world_size(group), *padded.shape[1:])
         with named(name):
@@ -238,7 +238,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (place_N,), (count, most, group, name) = ctx.saved_tensors, ctx.given
+        (place_N,), (count, most, group, name) = ctx.saved_tensors, ctx.gathering
         size = most * distributed.get_world_size(group)
         whole_grad = grads[0].new_zeros(size, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
         own_grad = whole_grad.new_empty(most, *whole_grad.shape[1:])
