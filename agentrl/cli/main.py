@@ -250,7 +250,7 @@ def evaluate(
 
 
 def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
-    from agentrl.run.evaluation.held_out import said
+    from agentrl.run.evaluation.held_out import format_pass
     from agentrl.run.reporting import failed_tasks
 
     def number(value: float | None, digits: int) -> str:
@@ -263,7 +263,7 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
         table.add_row(r.name, str(r.n), *means, str(r.failed))
     tables.console().print(table)
     for r in results:
-        if more := [said(k, estimate) for k, estimate in r.pass_at.items() if k != "1"]:
+        if more := [format_pass(k, estimate) for k, estimate in r.pass_at.items() if k != "1"]:
             print(f"{r.name}: {', '.join(more)}")
     if rows := [row for result in results for row in result.failed_tasks]:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))

@@ -84,7 +84,7 @@ def tasks(
         return
     console = tables.console()
     console.print(failed_tasks.table(rows) if failed else failed_tasks.tasks_table(rows))
-    if failed and (line := failed_tasks.mend(rows, path)):
+    if failed and (line := failed_tasks.skip_hint(rows, path)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -167,7 +167,7 @@ def document_of(
     reward_funcs: Rewards,
     *,
     eval_dataset: Rows | None,
-    given: Mapping[str, Any],
+    user_sections: Mapping[str, Any],
     trl_class: str | None = None,
 ) -> dict[str, Any]:
     """The sections `env`, `tasks` and `eval` laid under those of the user; files of rows stand beside `out`. With
@@ -177,18 +177,18 @@ def document_of(
     Raises UsageError for rows that JSON cannot carry, and for functions that another process cannot import."""
     functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else reward_funcs
     rewards = [each if isinstance(each, str) else reference_of(each, out) for each in functions]
-    env = dict(cast("Mapping[str, Any]", given.get("env", {})))
+    env = dict(cast("Mapping[str, Any]", user_sections.get("env", {})))
     if trl_class is None:
         kwargs = {"rewards": rewards, **env.get("kwargs", {})}
     else:
         class_kwargs = {"env": trl_class} if trl_class else {}
         kwargs = {**class_kwargs, **({"reward_funcs": rewards} if rewards else {}), **env.get("kwargs", {})}
-    document = {**given, "env": {**env, "id": ID if trl_class is None else TRL_ID, "kwargs": kwargs}}
-    if "tasks" not in given:
+    document = {**user_sections, "env": {**env, "id": ID if trl_class is None else TRL_ID, "kwargs": kwargs}}
+    if "tasks" not in user_sections:
         document["tasks"] = [{"rows": _file(dataset, out, "train")}]
     if eval_dataset is not None:
         held_out = _file(eval_dataset, out, "eval")
-        evaluation = dict(cast("Mapping[str, Any]", given.get("eval", {})))
+        evaluation = dict(cast("Mapping[str, Any]", user_sections.get("eval", {})))
         first_set: dict[str, Any] = {"name": "held_out", "kwargs": {"rows": held_out}, "first_seed": 0}
         if not isinstance(eval_dataset, str | Path):  # a file is counted when the run starts
             first_set["n"] = len(cast("Sequence[Any]", eval_dataset))

@@ -155,8 +155,8 @@ class League:
         members = members[:1] + [member for member in members[1:] if member.step < group.started_step]
         return draw(members, config.league, seed=config.seed, group_id=group.id, role=role)
 
-    def _count(self, found: Mapping[str, Sequence[float]]) -> None:
-        for version, (games, wins) in found.items():
+    def _count(self, results: Mapping[str, Sequence[float]]) -> None:
+        for version, (games, wins) in results.items():
             self._table[int(version)][0] += games
             self._table[int(version)][1] += wins
 

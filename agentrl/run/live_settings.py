@@ -19,7 +19,7 @@ from agentrl.config import RunConfig, changes
 from agentrl.errors import ConfigError, UsageError
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import CHANGES, CONFIG, TRAIN_ENDED_S, WANTED_SETTINGS
+from agentrl.store.run_values import CHANGES, CONFIG, REQUESTED_SETTINGS, TRAIN_ENDED_S
 
 Values = Mapping[str, Any]
 """Settings by their dotted keys."""
@@ -32,58 +32,58 @@ def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tup
     if TRAIN_ENDED_S.of(store.meta) is not None:
         raise UsageError(f"{run.path} has trained its last step: no setting changes any more")
     while True:
-        wanted = WANTED_SETTINGS.of(store.meta)
-        before = _with(_now(store), wanted)
+        requests = REQUESTED_SETTINGS.of(store.meta)
+        before = _with(_now(store), requests)
         document = before.model_dump(mode="json")
         for override in overrides:
             configuration.apply_override(document, override)
         differences = changes.changed(before, configuration.parse(document))
         for key, (_, value) in differences.items():
             if not changes.in_flight(key):
-                mend = f"agentrl stop {run.path}; agentrl train --resume {run.path} --set {key}={_typed(value)}"
-                raise ConfigError(key, value, f"it changes at a resume, not while the run goes on: {mend}")
+                hint = f"agentrl stop {run.path}; agentrl train --resume {run.path} --set {key}={_typed(value)}"
+                raise ConfigError(key, value, f"it changes at a resume, not while the run goes on: {hint}")
         if not differences:
             return {}
         wish = {"settings": {key: value for key, (_, value) in differences.items()}, "asked_s": time.time()}
         # If somebody else made a request in between, everything above is done again: the two may contradict each other,
         # and the second has to be checked beside the first.
-        if WANTED_SETTINGS.swap(store, wanted, [*wanted, wish]):
+        if REQUESTED_SETTINGS.swap(store, requests, [*requests, wish]):
             return differences
 
 
 def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
     """Apply the requested settings to the run's configuration from `step` on, and return it; None if nothing was
     requested."""
-    wanted = WANTED_SETTINGS.of(store.meta)
-    if not wanted:
+    requests = REQUESTED_SETTINGS.of(store.meta)
+    if not requests:
         return None
     before = _now(store)
-    after = _with(before, wanted)
+    after = _with(before, requests)
     # First the note, then the configuration, then the request goes. Whoever is killed in between does the same once
     # more, with the same result; in the other order a crash after the first write would leave a setting that no row of
     # changes explains.
     note(store, changes.changed(before, after), step)
     run.write_config(after, store)
-    while not WANTED_SETTINGS.swap(store, now := WANTED_SETTINGS.of(store.meta), now[len(wanted) :]):
+    while not REQUESTED_SETTINGS.swap(store, now := REQUESTED_SETTINGS.of(store.meta), now[len(requests) :]):
         pass  # somebody made a request meanwhile
     return after
 
 
 def forget(store: RunStore, keys: Sequence[str]) -> None:
     """Drop the requests for these settings: a resume sets them otherwise."""
-    wanted = WANTED_SETTINGS.of(store.meta)
+    requests = REQUESTED_SETTINGS.of(store.meta)
     remaining = [
         {**wish, "settings": {key: value for key, value in wish["settings"].items() if key not in keys}}
-        for wish in wanted
+        for wish in requests
     ]
-    if wanted:
-        WANTED_SETTINGS.swap(store, wanted, remaining)
+    if requests:
+        REQUESTED_SETTINGS.swap(store, requests, remaining)
 
 
-def note(store: RunStore | RunStore, found: Mapping[str, tuple[Any, Any]], step: int) -> None:
+def note(store: RunStore | RunStore, differences: Mapping[str, tuple[Any, Any]], step: int) -> None:
     """Record changes that hold from `step` on. First of all: who is killed after it changes the same once more."""
-    if found:
-        was, now = ({key: pair[place] for key, pair in found.items()} for place in (0, 1))
+    if differences:
+        was, now = ({key: pair[place] for key, pair in differences.items()} for place in (0, 1))
         row = {"step": step, "was": was, "settings": now, "time_s": time.time()}
         CHANGES.set(store, [*CHANGES.of(store.meta), row])
 
@@ -109,8 +109,8 @@ def _now(store: RunStore | RunStore) -> RunConfig:
     return configuration.from_json(CONFIG.of(store.meta) or "{}")
 
 
-def _with(config: RunConfig, wanted: Sequence[Mapping[str, Any]]) -> RunConfig:
-    for wish in wanted:
+def _with(config: RunConfig, requests: Sequence[Mapping[str, Any]]) -> RunConfig:
+    for wish in requests:
         config = changes.with_values(config, wish["settings"])
     return config
 

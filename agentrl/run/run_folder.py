@@ -192,10 +192,10 @@ class RunDir:
         new_file.write_text(text, encoding="utf-8")
         new_file.replace(self.path / "config.json")
 
-    def lock(self, mend: str = "") -> _Lock:
+    def lock(self, hint: str = "") -> _Lock:
         """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
         another supervisor holds the run, with a hint how to fix that; waits for the janitor of a dead one."""
-        return _Lock(self.lock_path, mend or f"wait for it, or agentrl stop {self.path}")
+        return _Lock(self.lock_path, hint or f"wait for it, or agentrl stop {self.path}")
 
 
 def scratch_prefix() -> str:
@@ -222,7 +222,7 @@ def close_to_others(folder: Path, *, option: str = "--out") -> None:
 @dataclass(slots=True)
 class _Lock:
     path: Path
-    mend: str
+    hint: str
     _file: IO[str] | None = None
 
     def __enter__(self) -> int:
@@ -244,7 +244,7 @@ class _Lock:
                 self._file.seek(0)
                 if not is_dead(self._file.read()) or time.monotonic() > deadline:
                     self._file.close()
-                    raise UsageError(f"another process is running {self.path.parent}: {self.mend}") from None
+                    raise UsageError(f"another process is running {self.path.parent}: {self.hint}") from None
                 time.sleep(_POLL_S)
         close_to_others(self.path.parent)
         self._file.truncate(0)

@@ -90,18 +90,18 @@ def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: b
         return store.replays.requeue(group_ids, bounds=bounds, dry_run=dry_run)
 
 
-def requeued_lines(run: RunDir, found: Requeued, *, dry_run: bool = False) -> list[str]:
+def requeued_lines(run: RunDir, requeued: Requeued, *, dry_run: bool = False) -> list[str]:
     """Describe the result of `requeue` in lines for people."""
     again = [
-        (len(found.members), "failed episode(s) of open groups"),
-        (len(found.late), "failed episode(s) of closed groups, as late members"),
-        (len(found.groups), "lost group(s), whose tasks begin anew"),
+        (len(requeued.members), "failed episode(s) of open groups"),
+        (len(requeued.late), "failed episode(s) of closed groups, as late members"),
+        (len(requeued.groups), "lost group(s), whose tasks begin anew"),
     ]
     would = "would play again" if dry_run else "plays again"
     counts = ", ".join(f"{n} {kind}" for n, kind in again if n) or "nothing"
     lines = [f"{run.path} {would}: {counts}"]
-    lines += [f"left      {n} {why}" for why, n in sorted(found.left.items())]
-    if (found.members or found.late or found.groups) and not dry_run and not under_way(run):
+    lines += [f"left      {n} {why}" for why, n in sorted(requeued.left.items())]
+    if (requeued.members or requeued.late or requeued.groups) and not dry_run and not under_way(run):
         lines.append(f"next      it is not under way: {resume_command(run)}")
     return lines
 

@@ -48,7 +48,7 @@ from agentrl.rollout.branching import Pivots
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.autoscaler import Controller
-from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.cluster.scaling import Size, requested_size
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.pinned import PinnedEvaluations
 from agentrl.run.processes.exit_status import leave_note
@@ -76,7 +76,7 @@ from agentrl.store.run_values import (
     MAX_LAG,
     PAUSED,
     PHASE,
-    STOP_WANTED,
+    STOP_REQUESTED,
     STOPPED_EARLY,
     TAKES_NO_SIGNALS,
     TRAIN_ENDED_S,
@@ -91,7 +91,7 @@ MEASURING = "evaluating"
 """The phase, in words, in which steps come."""
 _T = TypeVar("_T")
 _TICK_S = 0.25
-_ASKED_S = 1.0  # between two looks at whether somebody wants the run to end
+_STORE_LOOK_S = 1.0  # between two looks at whether somebody wants the run to end
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 _STORE_S = 10.0  # how long the end of a run waits for an object store
@@ -465,13 +465,13 @@ async def supervise(
             if not _gets_signals():
                 TAKES_NO_SIGNALS.set(store, run.lock_path.read_text())
             writes, looks = Aside[RunStore](store), Looks[RunStore](reader)
-            size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
+            size = Size.of(config).at_most(requested_size(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
             async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
                 children = RunChildren(run, config, looks, writes, nursery, mark, launcher, size, sockets)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
-                nursery.start_soon(_stop_when_asked, run, looks)
+                nursery.start_soon(_stop_on_request, run, looks)
                 nursery.start_soon(_stay_alone, still_alone)
                 nursery.start_soon(_say_what_it_cost, looks, went_back)
                 nursery.start_soon(watch_disk, run.path, _say)
@@ -537,14 +537,14 @@ async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
         nursery.start_soon(heartbeat.beat)
 
 
-async def _stop_when_asked(run: RunDir, looks: Looks[RunStore]) -> None:
+async def _stop_on_request(run: RunDir, looks: Looks[RunStore]) -> None:
     """Stop the run on a request in its store, since somebody on another machine can send no signal."""
     ours = run.lock_path.read_text()
     while True:
         with suppress(StoreError):
-            if await looks(lambda store: STOP_WANTED.of(store.meta)) == ours:
+            if await looks(lambda store: STOP_REQUESTED.of(store.meta)) == ours:
                 raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
-        await trio.sleep(_ASKED_S)
+        await trio.sleep(_STORE_LOOK_S)
 
 
 def check_no_loop(name: str) -> None:
@@ -567,12 +567,12 @@ async def _say_what_it_cost(looks: Looks[RunStore], before: str | None) -> None:
             if cost and cost != before:
                 _say(cost)
             before = cost
-        await trio.sleep(_ASKED_S)
+        await trio.sleep(_STORE_LOOK_S)
 
 
 async def _stay_alone(check: Callable[[], None]) -> None:
     while True:
-        await trio.sleep(_ASKED_S)
+        await trio.sleep(_STORE_LOOK_S)
         await trio.to_thread.run_sync(check, abandon_on_cancel=True)
 
 

@@ -128,7 +128,7 @@ class Trainer:
                 hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
                 raise UsageError(f"Trainer got {arguments}: {hint}")
             document = document_of(
-                Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document, trl_class=trl_class
+                Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, user_sections=document, trl_class=trl_class
             )
             env = None
             configuration.parse(document)  # a bad setting leaves no run file

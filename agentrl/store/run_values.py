@@ -90,9 +90,9 @@ STOPPED_EARLY: Final = _text("stopped_early")
 """Why training ended before its last step, though nothing failed; None if the run has gone on since."""
 WENT_BACK: Final = _text("went_back")
 """What the last return to a checkpoint cost, in words."""
-STOP_WANTED: Final = _text("stop_wanted")
+STOP_REQUESTED: Final = _text("stop_wanted")
 """The run's lock, as it stands there, of the supervisor that shall end."""
-WANTED_SETTINGS: Final = _json("wanted_settings", cast("list[dict[str, Any]]", []))
+REQUESTED_SETTINGS: Final = _json("wanted_settings", cast("list[dict[str, Any]]", []))
 """Requests that no step has yet: `settings` by their keys, and the time `asked_s`; see `agentrl.run.live_settings`."""
 CHANGES: Final = _json("changes", cast("list[dict[str, Any]]", []))
 """The settings that changed since the run began: from which `step` on, `was` and `settings` by their keys, `time_s`."""
@@ -112,7 +112,7 @@ ENGINE_URLS: Final = _json("engine_urls", cast("list[str]", []))
 """URLs of engines that serve; empty until all of a run's first ones do."""
 ROLE_URLS: Final = _json("role_urls", cast("dict[str, list[str]]", {}))
 """The same by role, for roles with a model of their own."""
-GIVEN_URLS: Final = _json("given_urls", cast("dict[str, str]", {}))
+FROZEN_URLS: Final = _json("given_urls", cast("dict[str, str]", {}))
 """URLs of engines whose weights do not change, by what they serve."""
 EVAL_URLS: Final = _json("eval_urls", cast("list[str]", []))
 """URLs of the engines that measure during training alone."""
@@ -120,7 +120,7 @@ PINNED: Final = Value[int | None]("pinned", None, int)
 """The weight version that they measure; None before the first."""
 WORKERS: Final = _json("workers", cast("list[int] | None", None))
 """The numbers of the workers that the run has now; None: those of the run file."""
-WANTED_SIZE: Final = _json("wanted_size", cast("dict[str, Any]", {}))
+REQUESTED_SIZE: Final = _json("wanted_size", cast("dict[str, Any]", {}))
 """The requested `engines`, `workers` and `ranks`, where there are some; see `agentrl.run.cluster.scale_requests`."""
 SCALING: Final = _json("scaling", cast("dict[str, Any]", {}))
 """Which parts are `coming`, `going`, and in `trouble`."""

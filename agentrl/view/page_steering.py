@@ -13,7 +13,7 @@ from agentrl.config import changes
 from agentrl.errors import UsageError
 from agentrl.run import steering
 from agentrl.run.run_folder import RunDir
-from agentrl.store.run_values import PAUSED, WANTED_SETTINGS
+from agentrl.store.run_values import PAUSED, REQUESTED_SETTINGS
 from agentrl.view.opened_runs import OpenedRun
 
 Json = dict[str, Any]
@@ -69,7 +69,7 @@ def steered(opened: OpenedRun) -> Json:
     """How it is paused, the requested settings that no step has yet, and those that may change, with the values that
     they have now."""
     with opened.store() as store:
-        paused, wanted = PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
+        paused, wanted = PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
     current = changes.values(opened.config)
     return {
         "paused": paused or None,

@@ -21,10 +21,10 @@ from agentrl.store.run_values import (
     CREATED_S,
     PAUSED,
     PHASE,
+    REQUESTED_SETTINGS,
     RESTARTED,
     TRAIN_ENDED_S,
     TRAIN_STARTED_S,
-    WANTED_SETTINGS,
 )
 from agentrl.view.notes import notes_of
 from agentrl.view.opened_runs import OpenedRun, is_live
@@ -153,7 +153,7 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
     steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
         # Counters and small values only: this is what every open page asks for once a second.
-        wishes = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
+        wishes = [value.of(store.meta) for value in (PAUSED, REQUESTED_SETTINGS, RESTARTED)]
         return [
             *store.metrics.progress(),
             store.lineage.attempt,

@@ -65,7 +65,7 @@ class RunsCollector:
                     samples[name].append(({"run": opened.id, **labels}, value))
                 for engine_figures in figures(opened.run.engine_figures):
                     labels = {"run": opened.id, "engine": engine_figures.engine}
-                    samples["agentrl_engine_scrapes"].append((labels, engine_figures.asked))
+                    samples["agentrl_engine_scrapes"].append((labels, engine_figures.scrapes))
                     samples["agentrl_engine_scrapes_failed"].append((labels, engine_figures.failed))
                     # An old figure looks like a current one in a graph. Absent, it is a gap, which alerts can see.
                     if self._now() - engine_figures.time_s < _FRESH_S:

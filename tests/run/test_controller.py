@@ -90,7 +90,7 @@ def test_somebody_beside_a_controller_asks_for_workers_alone(tmp_path: Path) -> 
     with RunStore.open(run.store_path) as store:
         scale_requests.move(store, ONE, was=TWO)
         assert (
-            scaling.wanted(run.config(), store.meta) == Size(1, 3)
+            scaling.requested_size(run.config(), store.meta) == Size(1, 3)
             and scale_requests.ranks(run.config(), store.meta) == 2
         )
         store.versions.confirm_version(store.versions.mint_version(0))
@@ -123,9 +123,9 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
         children = RunChildren(run, run.config(), Looks(store), writes, nobody, {}, full)
         await WatchedLearner(children.registry).renew()
         assert full.seats == [0, 1]
-        assert scaling.wanted(run.config(), store.meta).engines == 2
+        assert scaling.requested_size(run.config(), store.meta).engines == 2
         assert scale_requests.refused(store.meta) == "no node has two"
-        assert "was" not in scale_requests.asked(store.meta), "a split is taken back once"
+        assert "was" not in scale_requests.requested(store.meta), "a split is taken back once"
         scale_requests.move(store, ONE, was=TWO)
         assert scale_requests.refused(store.meta) is None
 

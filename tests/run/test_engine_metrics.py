@@ -62,9 +62,9 @@ async def test_an_engine_that_hangs_or_is_gone_holds_up_nobody(
     await trio.sleep(EVERY_S + 2)
     assert [one.engine for one in figures(tmp_path / "engines")] == ["engine-0", "http://there:1/v1"]
     (first, *_) = figures(tmp_path / "engines")
-    assert first == EngineFigures("engine-0", pytest.approx(1000 + began + EVERY_S + 1), asked=1, text="up 1\n")
+    assert first == EngineFigures("engine-0", pytest.approx(1000 + began + EVERY_S + 1), scrapes=1, text="up 1\n")
     await trio.sleep_until(began + 2 * (EVERY_S + DEADLINE_S) + 1)
-    found = {one.engine: (one.asked, one.failed, one.text) for one in figures(tmp_path / "engines")}
+    found = {one.engine: (one.scrapes, one.failed, one.text) for one in figures(tmp_path / "engines")}
     assert found == {"engine-0": (2, 0, "up 1\n"), "engine-1": (2, 2, ""), "http://there:1/v1": (2, 2, "")}
     assert {engine.closed for engine in engines.values()} == {2}
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config import RunConfig, TaskTable
 from agentrl.records import StopReason, Task
-from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, mend, row_id, skips, task_id
+from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, row_id, skip_hint, skips, task_id
 from agentrl.run.reporting.live_view import LiveView, Warnings
 from agentrl.run.reward_services import by_function
 from agentrl.run.run_folder import RunDir
@@ -60,7 +60,7 @@ def test_failures_of_one_task_and_reason_are_one_row_with_the_place_apart(store:
 
 def test_what_is_to_be_typed_to_skip_them_names_each_task_once(store: RunStore) -> None:
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL), (StopReason.ENV_FAILED, "other")])
-    line = mend(as_rows(store.metrics.failed_tasks(), CONFIG), "runs/mine")
+    line = skip_hint(as_rows(store.metrics.failed_tasks(), CONFIG), "runs/mine")
     assert f"agentrl train --resume runs/mine --set 'rollout.skip_tasks=[\"{task_id(task(3))}\"]'" in line
 
 

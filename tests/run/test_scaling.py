@@ -51,13 +51,13 @@ def test_what_is_asked_for_counts_before_the_run_file_until_a_resume_says_otherw
     )
     typed("scale", run.path, "--workers", 1)
     with RunStore.read(run.store_path) as store:
-        assert scaling.wanted(run.config(), store.meta) == Size(2, 1)
+        assert scaling.requested_size(run.config(), store.meta) == Size(2, 1)
         assert Size.of(run.config()).at_most(Size(2, 1)) == Size(1, 1), "a run that grew starts small, and grows again"
     with RunStore.open(run.store_path) as store:
         store.versions.confirm_version(store.versions.mint_version(0))
     resume_overrides.change(run, ["rollout.workers=5"])
     with RunStore.read(run.store_path) as store:
-        assert scaling.wanted(run.config(), store.meta) == Size(2, 5)
+        assert scaling.requested_size(run.config(), store.meta) == Size(2, 5)
 
 
 @each_case(
@@ -83,7 +83,7 @@ def test_what_cannot_be_had_is_refused_with_the_mend(
     with pytest.raises(UsageError, match=told):
         raise refused
     with RunStore.read(run.store_path) as store:
-        assert store.meta(run_values.WANTED_SIZE.key) is None
+        assert store.meta(run_values.REQUESTED_SIZE.key) is None
 
 
 def test_each_request_is_another_one_also_if_a_clock_steps_back(
@@ -96,7 +96,7 @@ def test_each_request_is_another_one_also_if_a_clock_steps_back(
         monkeypatch.setattr("time.time", lambda now=now: now)
         scaling.ask(run, engines=2, workers=None)
         with RunStore.read(run.store_path) as store:
-            seen.append(scale_requests.asked(store.meta))
+            seen.append(scale_requests.requested(store.meta))
     assert seen == [{"engines": 2, "request": number} for number in (1, 2, 3)]
 
 

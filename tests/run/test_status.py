@@ -201,7 +201,9 @@ def test_a_run_of_another_machine_is_not_called_dead_nor_signalled(run: RunDir) 
         with pytest.raises(AgentRLError, match="on the machine on which it was started"):
             status.stop(run, 0)
         with RunStore.read(run.store_path) as store:
-            assert store.meta(run_values.STOP_WANTED.key) == run.lock_path.read_text(), "it is asked through its store"
+            assert store.meta(run_values.STOP_REQUESTED.key) == run.lock_path.read_text(), (
+                "it is asked through its store"
+            )
     assert status.holder(run) == status.Holder("nobody")
 
 

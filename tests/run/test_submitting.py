@@ -149,10 +149,10 @@ async def test_a_run_of_another_machine_ends_when_its_store_asks_for_it(
     run = made(tmp_path)
     run.lock_path.write_text("17.1.4026531999.abcd")
     with RunStore.open(run.store_path) as store:
-        store.set_meta(run_values.STOP_WANTED.key, "16.1.4026531999.abcd")  # it was for the one before
+        store.set_meta(run_values.STOP_REQUESTED.key, "16.1.4026531999.abcd")  # it was for the one before
         with trio.move_on_after(100):
-            await supervisor._stop_when_asked(run, Looks(store))
-        store.set_meta(run_values.STOP_WANTED.key, "17.1.4026531999.abcd")
+            await supervisor._stop_on_request(run, Looks(store))
+        store.set_meta(run_values.STOP_REQUESTED.key, "17.1.4026531999.abcd")
         with trio.fail_after(5), pytest.raises(supervisor.Interrupted, match="--resume") as raised:
-            await supervisor._stop_when_asked(run, Looks(store))
+            await supervisor._stop_on_request(run, Looks(store))
         assert matters(raised.value).exit_code == 130

@@ -174,7 +174,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
     async def tell(*_: str) -> None: ...
 
     monkeypatch.setattr(worker_process, "_FOLLOW_S", 0.01)
-    monkeypatch.setattr(supervisor, "_ASKED_S", 0.01)
+    monkeypatch.setattr(supervisor, "_STORE_LOOK_S", 0.01)
     with RunStore.open(far) as opened, RunStore.read(far, away_s=0) as reader, RunStore.read(far) as writer:
         looks: Any = Looks(reader)
         known = await looks(partial(worker_process.known_of, config))
@@ -188,7 +188,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
             "where engines are": partial(worker_process._follow, sight, {None: fleet}, None, {}, leaves, 0),
             "an adapter": sight.adapter,
             "whether weights fit": partial(sight.fits, 99),
-            "whether to end": partial(supervisor._stop_when_asked, run, looks),
+            "whether to end": partial(supervisor._stop_on_request, run, looks),
             "the size": Scaler(config, looks, children, tell).run,
             "an engine's weights": partial(watch._fits, 99),
             "room for groups": partial(Waiting(writer), "control", 60.0),

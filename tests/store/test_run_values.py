@@ -40,8 +40,8 @@ def test_a_value_is_read_as_it_was_written() -> None:
 
 
 def test_an_unset_value_is_nobodys_to_change() -> None:
-    run_values.WANTED_SIZE.of(lambda _: None)["engines"] = 3
-    assert run_values.WANTED_SIZE.of(lambda _: None) == {}
+    run_values.REQUESTED_SIZE.of(lambda _: None)["engines"] = 3
+    assert run_values.REQUESTED_SIZE.of(lambda _: None) == {}
 
 
 def test_a_value_is_the_same_within_a_transaction(store: RunStore) -> None:

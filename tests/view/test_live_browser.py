@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import PAUSED, WANTED_SETTINGS
+from agentrl.store.run_values import PAUSED, REQUESTED_SETTINGS
 from agentrl.view import opened_runs, web_page
 from agentrl.view.page_server import served
 
@@ -55,7 +55,7 @@ def written(run: RunDir) -> Generator[Callable[[str], None]]:
 
 def steering(run: RunDir) -> tuple[Any, Any]:
     with RunStore.read(run.store_path) as store:
-        return PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
+        return PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
 
 
 def test_a_run_of_another_process_comes_by_itself_and_is_steered(

@@ -15,7 +15,7 @@ from agentrl.cli.main import app
 from agentrl.run import live_settings, steering
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import PAUSED, WANTED_SETTINGS
+from agentrl.store.run_values import PAUSED, REQUESTED_SETTINGS
 from agentrl.view import page_server, web_page
 from agentrl.view.bundle import write_bundle
 from agentrl.view.opened_runs import OpenedRuns
@@ -59,7 +59,7 @@ def shown(page: TestClient) -> dict[str, Any]:
 
 def held(run: RunDir) -> tuple[Any, Any]:
     with RunStore.read(run.store_path) as store:
-        return PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
+        return PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
 
 
 def test_a_run_is_paused_and_goes_on_and_the_page_shows_it_at_once(run: RunDir, page: TestClient) -> None:

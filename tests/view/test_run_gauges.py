@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +74,23 @@ agentrl_step 99
 
 def test_what_engines_say_of_themselves_is_relayed_while_it_is_fresh(runs: Path) -> None:
     told = {
-        "engine-0": EngineFigures("engine-0", time.time(), asked=3, text=OF_AN_ENGINE % 70),
-        "engine-1": EngineFigures("engine-1", time.time(), asked=3, failed=1, text=OF_AN_ENGINE % 80),
-        "hung": EngineFigures("hung", time.time(), asked=3, failed=3),
-        "odd": EngineFigures("odd", time.time(), asked=1, text="this is {no metric"),
-        "left": EngineFigures("left", time.time() - 61, asked=9, text=OF_AN_ENGINE % 90),
+        "engine-0": EngineFigures("engine-0", time.time(), scrapes=3, text=OF_AN_ENGINE % 70),
+        "engine-1": EngineFigures("engine-1", time.time(), scrapes=3, failed=1, text=OF_AN_ENGINE % 80),
+        "hung": EngineFigures("hung", time.time(), scrapes=3, failed=3),
+        "odd": EngineFigures("odd", time.time(), scrapes=1, text="this is {no metric"),
+        "left": EngineFigures("left", time.time() - 61, scrapes=9, text=OF_AN_ENGINE % 90),
     }
     folder = RunDir(runs / "made").engine_figures
     folder.mkdir()
     for name, one in told.items():
-        (folder / f"{name}.json").write_text(json.dumps(asdict(one)))
+        (folder / f"{name}.json").write_text(json.dumps(one.document()))
     with exported([runs], port=0) as address:
         found = families(address)
     labels = [("engine-0", "0", "m"), ("engine-1", "0", "m")]  # engine, exported_engine, model_name
     assert found["vllm:num_requests_running"] == dict.fromkeys(labels, 4.0)
     assert found["vllm:generation_tokens_total"] == dict(zip(labels, (70.0, 80.0), strict=True))
     assert found["agentrl_step_total"] == {(): 3.0} and "agentrl_step" not in found
-    assert found["agentrl_engine_scrapes_total"] == {(name,): float(one.asked) for name, one in told.items()}
+    assert found["agentrl_engine_scrapes_total"] == {(name,): float(one.scrapes) for name, one in told.items()}
     assert found["agentrl_engine_scrapes_failed_total"][("hung",)] == 3.0
     assert found["agentrl_episodes_total"], "and the run's own figures are there"
 

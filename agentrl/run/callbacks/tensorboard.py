@@ -39,14 +39,16 @@ class TensorBoard(MetricTracker):
             raise UsageError(f"tensorboard is not installed ({error}): {hint}") from None
         self._event, self._session = events.Event, events.SessionLog
         self._summary, self._records = summaries.Summary, writers.RecordWriter
-        self._given, self._folder = folder, Path()
+        self._requested_folder, self._folder = folder, Path()
         self._path: Path | None = None
         self._unwritten: deque[bytes] = deque(maxlen=_MOST)
         self._attempt = 0
 
     def on_start(self, run: RunStarted) -> None:
         """Begin a file; the first of a folder gets the run file."""
-        self._folder = run.path / "tensorboard" if self._given is None else Path(self._given).expanduser()
+        self._folder = (
+            run.path / "tensorboard" if self._requested_folder is None else Path(self._requested_folder).expanduser()
+        )
         self._path = None
         if not any(self._folder.glob("events.out.tfevents.*")):
             self._add_text("config", json.dumps(run.config, indent=2), run.step)

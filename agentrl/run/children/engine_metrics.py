@@ -27,7 +27,7 @@ DEADLINE_S = 5.0
 _MOST = 4 << 20  # bytes of an answer
 
 
-class AskedEngine(Protocol):
+class ScrapedEngine(Protocol):
     """An engine: where it serves now, and its client."""
 
     url: str
@@ -42,16 +42,22 @@ class EngineFigures:
 
     engine: str
     time_s: float = 0.0
-    asked: int = 0
+    scrapes: int = 0
     failed: int = 0
     text: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The figures as their file has them."""
+        document = asdict(self)
+        document["asked"] = document.pop("scrapes")
+        return document
 
 
 @dataclass(slots=True)
 class EngineMetrics:
     """Asks `engines`, which may come and go, again and again. `clock` gives seconds since the epoch."""
 
-    engines: Mapping[str, AskedEngine]
+    engines: Mapping[str, ScrapedEngine]
     folder: Path
     clock: Callable[[], float] = time.time
     _known: dict[str, EngineFigures] = field(default_factory=dict[str, EngineFigures])
@@ -64,11 +70,11 @@ class EngineMetrics:
                 for name, engine in list(self.engines.items()):
                     nursery.start_soon(self._ask, name, engine)
 
-    async def _ask(self, name: str, engine: AskedEngine) -> None:
+    async def _ask(self, name: str, engine: ScrapedEngine) -> None:
         engine_figures = self._known.setdefault(name, EngineFigures(name))
         # The old text goes before the question: an engine that hangs shows no figures, rather than those of ten minutes
         # ago that look like now.
-        engine_figures.asked, engine_figures.text = engine_figures.asked + 1, ""
+        engine_figures.scrapes, engine_figures.text = engine_figures.scrapes + 1, ""
         with trio.move_on_after(DEADLINE_S), suppress(EngineError):
             async with aclosing(engine.client()) as client:
                 body = await client.call("GET", "/metrics", deadline_s=DEADLINE_S)
@@ -76,7 +82,7 @@ class EngineMetrics:
         engine_figures.failed += not engine_figures.text
         engine_figures.time_s = self.clock()
         with suppress(OSError):  # a full disk keeps no figures
-            await trio.to_thread.run_sync(_write, self.folder, asdict(engine_figures), abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_write, self.folder, engine_figures.document(), abandon_on_cancel=True)
 
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
@@ -92,6 +98,7 @@ def figures(folder: Path) -> list[EngineFigures]:
     """Read the figures of all engines of a run. Files that cannot be read are left out."""
     engines: list[EngineFigures] = []
     for path in sorted(folder.glob("*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            engines.append(EngineFigures(**json.loads(path.read_text(encoding="utf-8"))))
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            engines.append(EngineFigures(scrapes=document.pop("asked", 0), **document))
     return engines

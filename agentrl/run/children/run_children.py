@@ -32,7 +32,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
-from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, GIVEN_URLS, PHASE, ROLE_URLS
+from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, FROZEN_URLS, PHASE, ROLE_URLS
 
 _SCALING = "scaling"
 
@@ -117,7 +117,7 @@ class RunChildren:
         if not self._engines_serve:
             return
         urls = self.learning.urls()
-        await self.registry.publish(GIVEN_URLS, self.frozen.urls())
+        await self.registry.publish(FROZEN_URLS, self.frozen.urls())
         await self.registry.publish(EVAL_URLS, self.evaluation.urls())
         await self.registry.publish(ROLE_URLS, {role: group for role, group in urls.items() if role is not None})
         await self.registry.publish(ENGINE_URLS, urls[None])  # last: learner and workers wait for these

@@ -38,7 +38,7 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.planning.simulate.measured import measure, start_up_steps
 from agentrl.records import Json
 from agentrl.run.cluster import scale_requests
-from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.cluster.scaling import Size, requested_size
 from agentrl.run.cluster.split_gains import gains
 from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of
@@ -187,7 +187,7 @@ class Controller:
     def _rows(self, store: RunStore) -> tuple[dict[str, Any], Split, list[Metric]]:
         """The learner that runs, the requested split, and the steps of this learner."""
         learner = LEARNER_STARTED.of(store.meta)
-        split = Split(wanted(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
+        split = Split(requested_size(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
         return learner, split, store.metrics.values("step", after=int(learner["step"])) if learner else []
 
     async def _look(self) -> None:
@@ -282,8 +282,8 @@ class Controller:
         await self.writes(lambda _: self.telemetry.record(KIND, step, row))
 
 
-def _split(found: Any) -> Split:
-    return Split(*(int(number) for number in found))
+def _split(numbers: Any) -> Split:
+    return Split(*(int(number) for number in numbers))
 
 
 def line(store: RunStore) -> str | None:

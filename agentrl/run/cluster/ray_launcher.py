@@ -221,7 +221,7 @@ class RayLauncher:
         try:
             await result(self._group.ready(), self._cluster.place_deadline_s)
         except trio.TooSlowError:
-            raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._mend}") from None
+            raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._hint}") from None
         async with trio.open_nursery() as nursery:
             for name in first:
                 nursery.start_soon(self._seat_first, name)
@@ -230,7 +230,7 @@ class RayLauncher:
         try:
             await self._seat(name)
         except NoRoom as error:
-            raise UsageError(f"{error}; {self._mend}") from None
+            raise UsageError(f"{error}; {self._hint}") from None
 
     async def _renew(self) -> None:
         """Renew the leases of seats without a child, too."""
@@ -249,18 +249,18 @@ class RayLauncher:
         """Return the resource that ties a child to this node if a child on another node could not write the store."""
         return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
 
-    async def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
-        need = {kind: sum(bundle.get(kind, 0.0) for bundle in asked) for kind in ("CPU", "GPU")}
-        nothing = f"Ray found no place for {_told(need)} within {self._cluster.place_deadline_s:g} s"
+    async def _no_place(self, requested_bundles: Sequence[Mapping[str, float]]) -> str:
+        need = {kind: sum(bundle.get(kind, 0.0) for bundle in requested_bundles) for kind in ("CPU", "GPU")}
+        nothing = f"Ray found no place for {_describe(need)} within {self._cluster.place_deadline_s:g} s"
         with trio.move_on_after(_CALL_S):
             nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]
-            capacities = "; ".join(f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes)
-            free = _told(await called(_RAY.available_resources))
+            capacities = "; ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
+            free = _describe(await called(_RAY.available_resources))
             return f"{nothing} (cluster.place_deadline_s); nodes: {capacities}; free now: {free}"
         return f"{nothing} (cluster.place_deadline_s), and its head does not answer"
 
     @property
-    def _mend(self) -> str:
+    def _hint(self) -> str:
         if self._here:
             return "a store in SQLite keeps all on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
         return "add a node (ray start --address=HEAD:6379), or lower rollout.workers and the like"
@@ -504,7 +504,7 @@ def _host() -> str:
     return str(_UTIL.get_node_ip_address())
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _describe(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "none free"
 
 

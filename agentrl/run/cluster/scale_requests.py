@@ -10,15 +10,15 @@ from typing import Any, cast
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
 from agentrl.store import RunStore
-from agentrl.store.run_values import WANTED_SIZE
+from agentrl.store.run_values import REQUESTED_SIZE
 
 Meta = Callable[[str], str | None]
 
 
-def asked(meta: Meta) -> dict[str, Any]:
+def requested(meta: Meta) -> dict[str, Any]:
     """Return the requested `engines`, `workers` and `ranks`, as far as somebody requested them, and `request`, the
     number of the request."""
-    return WANTED_SIZE.of(meta)
+    return REQUESTED_SIZE.of(meta)
 
 
 def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -26,15 +26,15 @@ def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     step back."""
     is_written = False
     while not is_written:  # somebody else may make a request meanwhile
-        last = asked(store.meta)
+        last = requested(store.meta)
         # Compared and swapped, in a loop: a request of a person and a move of the controller may come together, and
         # each changes one part of the same row.
-        is_written = WANTED_SIZE.swap(store, last, {**change(dict(last)), "request": last.get("request", 0) + 1})
+        is_written = REQUESTED_SIZE.swap(store, last, {**change(dict(last)), "request": last.get("request", 0) + 1})
 
 
 def ranks(config: RunConfig, meta: Meta) -> int:
     """How many ranks the learner that starts next has."""
-    return int(asked(meta).get("ranks", config.train.parallel.ranks))
+    return int(requested(meta).get("ranks", config.train.parallel.ranks))
 
 
 def move(store: RunStore, to: Split, *, was: Split) -> None:
@@ -59,4 +59,4 @@ def take_back(store: RunStore, why: str) -> None:
 
 def refused(meta: Meta) -> str | None:
     """Why the last requested split was taken back, if it was."""
-    return cast("str | None", asked(meta).get("refused"))
+    return cast("str | None", requested(meta).get("refused"))

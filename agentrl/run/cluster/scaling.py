@@ -19,7 +19,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
 from agentrl.run.children.engine_process import WrongWeights
 from agentrl.run.cluster import scale_requests
-from agentrl.run.cluster.scale_requests import Meta, asked
+from agentrl.run.cluster.scale_requests import Meta, requested
 from agentrl.run.processes.restart_budget import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -71,9 +71,9 @@ class ScaledChild(NamedTuple):
         return f"{self.kind}-{self.number}"
 
 
-def wanted(config: RunConfig, meta: Meta) -> Size:
+def requested_size(config: RunConfig, meta: Meta) -> Size:
     """The numbers requested last; those of the run file, if none were."""
-    request, size = asked(meta), Size.of(config)
+    request, size = requested(meta), Size.of(config)
     return Size(request.get("engines", size.engines), request.get("workers", size.workers))
 
 
@@ -98,7 +98,7 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
         numbers = {"engines": engines, "workers": workers}
         new = {name: number for name, number in numbers.items() if number is not None}
         scale_requests.write(store, lambda last: last | new)
-        return wanted(config, store.meta)
+        return requested_size(config, store.meta)
 
 
 def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
@@ -175,8 +175,8 @@ class Scaler:
     _coming: dict[ScaledChild, trio.CancelScope] = field(default_factory=dict[ScaledChild, trio.CancelScope])
     _going: set[ScaledChild] = field(default_factory=set[ScaledChild])
     _trouble: dict[ScaledChild, str] = field(default_factory=dict[ScaledChild, str])
-    _given_up: dict[ScaledChild, int] = field(default_factory=dict[ScaledChild, int])  # at which request
-    _told: dict[str, Any] = field(default_factory=dict[str, Any])
+    _abandoned: dict[ScaledChild, int] = field(default_factory=dict[ScaledChild, int])  # at which request
+    _reported: dict[str, Any] = field(default_factory=dict[str, Any])
 
     async def run(self) -> None:
         """Start and end children until cancelled."""
@@ -184,19 +184,19 @@ class Scaler:
             while True:
                 # A store that does not answer is no reason to start or end anything: the next look asks again.
                 with suppress(StoreError):
-                    self._look(*await self.looks(self._wanted), nursery)
+                    self._look(*await self.looks(self._requested), nursery)
                     await self._tell()
                 await trio.sleep(_LOOK_S)
 
-    def _wanted(self, store: RunStore) -> tuple[Size, int]:
-        return wanted(self.config, store.meta), int(asked(store.meta).get("request", 0))
+    def _requested(self, store: RunStore) -> tuple[Size, int]:
+        return requested_size(self.config, store.meta), int(requested(store.meta).get("request", 0))
 
     def _look(self, size: Size, request: int, nursery: trio.Nursery) -> None:
         for kind in KINDS:
             present, count = self.children.present(kind), size.count(kind)
             for part in (ScaledChild(kind, index) for index in range(count) if index not in present):
                 is_moving = part in self._coming or part in self._going
-                if not is_moving and self._given_up.get(part) != request:
+                if not is_moving and self._abandoned.get(part) != request:
                     self._coming[part] = trio.CancelScope()
                     nursery.start_soon(self._join, part, request)
             for part in (ScaledChild(kind, index) for index in present if index >= count):
@@ -217,7 +217,7 @@ class Scaler:
                     try:
                         await self.children.join(*part)
                         self._trouble.pop(part, None)
-                        self._given_up.pop(part, None)
+                        self._abandoned.pop(part, None)
                         return
                     except NoRoom as error:
                         self._trouble[part] = str(error)
@@ -228,7 +228,7 @@ class Scaler:
                         self._trouble[part] = str(error)
                         await budget.spend(str(error))
         except AgentRLError as error:
-            self._trouble[part], self._given_up[part] = str(error), request
+            self._trouble[part], self._abandoned[part] = str(error), request
         finally:
             del self._coming[part]
 
@@ -244,18 +244,18 @@ class Scaler:
             "going": sorted(str(part) for part in self._going),
             "trouble": {str(part): why for part, why in sorted(self._trouble.items())},
         }
-        if progress != self._told:
+        if progress != self._reported:
             await self.tell(SCALING, progress)
-            self._told = progress
+            self._reported = progress
 
 
 # --- for a reader
 
 
-def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
+def describe(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
     """Describe the size of a run for `agentrl status --json`: the requested one, and for a live run the sizes
     `present`, the children `coming` and `going`, and by name the `trouble` of children that do not start."""
-    state: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
+    state: dict[str, Any] = {"wanted": asdict(requested_size(config, meta))}
     if live:
         urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
         state["present"] = asdict(Size(urls, len(workers_of(config, meta))))
@@ -263,16 +263,16 @@ def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
     return state
 
 
-def line(found: Mapping[str, Any]) -> str:
+def line(size: Mapping[str, Any]) -> str:
     """Format the description of a size as one line for a person."""
-    present = cast("dict[str, int] | None", found.get("present"))
+    present = cast("dict[str, int] | None", size.get("present"))
     counts = list[str]()
-    for name, count in found["wanted"].items():
+    for name, count in size["wanted"].items():
         if present and present[name] != count:
             counts.append(f"{present[name]} of {count} {name}")
         elif count:
             counts.append(f"{count} {name if count != 1 else name[:-1]}")
-    moves = [f"{', '.join(found[key])} {verb}" for key, verb in _MOVES if found.get(key)]
+    moves = [f"{', '.join(size[key])} {verb}" for key, verb in _MOVES if size.get(key)]
     return "; ".join([", ".join(counts), *moves])
 
 

@@ -47,7 +47,7 @@ FIGURES = ("success", "outcome", "turns", "tokens", "n", "failed", "pass_at")
 """The numbers of a result."""
 
 
-def said(k: int | str, estimate: Mapping[str, float]) -> str:
+def format_pass(k: int | str, estimate: Mapping[str, float]) -> str:
     """pass@k for people."""
     return f"pass@{k} {estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 

@@ -128,14 +128,14 @@ class ServedModel:
         return TextAnswer(clean_text(content + "".join(texts)), message, answer.tokens, was_cut=self._was_cut(answer))
 
     def _calls_of(
-        self, given: Any, form: ToolFormat, tools: Sequence[Mapping[str, Json]]
+        self, raw_calls: Any, form: ToolFormat, tools: Sequence[Mapping[str, Json]]
     ) -> tuple[list[dict[str, Json]], list[str]]:
         """The calls of an answer in OpenAI's shape, and the text of each: in the environment's dialect, or its JSON if
         it is broken, in which case the first list lacks it. Raises ScoreError for calls that are no list."""
-        if not isinstance(given, list | None):
-            raise ScoreError(f"{self._client.url} gave tool_calls that are no list: {str(given)[:100]}")
+        if not isinstance(raw_calls, list | None):
+            raise ScoreError(f"{self._client.url} gave tool_calls that are no list: {str(raw_calls)[:100]}")
         calls, texts = list[dict[str, Json]](), list[str]()
-        for call in cast("list[Any]", given or []):
+        for call in cast("list[Any]", raw_calls or []):
             self._calls += 1
             written = _written(call, form, tools, f"call{self._calls:05d}")
             if written is None:

@@ -89,7 +89,7 @@ class HealthLines:
 
     path: object
     now: Callable[[], float] = time.monotonic
-    _given: set[str] = field(default_factory=set[str])
+    _shown: set[str] = field(default_factory=set[str])
     _step: int = 0
     _next: float = float("-inf")
 
@@ -108,7 +108,7 @@ class HealthLines:
         # Paced by what a look costs, not by a fixed time: on a store on a slow disk a look may take seconds, and
         # watching must never become a part of the load.
         self._next = self.now() + _COST * (self.now() - began)
-        new = [advice for advice in findings if advice.name not in self._given]
-        self._given = {advice.name for advice in findings}
+        new = [advice for advice in findings if advice.name not in self._shown]
+        self._shown = {advice.name for advice in findings}
         for advice in new:
             yield printable(f"health: {advice.cause} ({advice.evidence}): agentrl health {self.path}")

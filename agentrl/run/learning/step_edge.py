@@ -51,8 +51,8 @@ class StepEdge:
 
     async def make_way(self) -> None:
         """Save and end if another number of ranks is requested. The next learner of this run has that number."""
-        ranks, wanted = self._learner.ranks.size, await self._settings.requested_ranks()
-        if wanted == ranks:
+        ranks, requested = self._learner.ranks.size, await self._settings.requested_ranks()
+        if requested == ranks:
             return
         # In this order a learner that dies on the way loses nothing new: the engines have the weights, then a
         # checkpoint has them, then the process ends. Ranks cannot change within a process, since the process group of
@@ -61,7 +61,7 @@ class StepEdge:
         if self._learner.trained:
             await self._checkpoints.start(await self._calls(lambda store: store.versions.current_version()))
             await self._checkpoints.settle()
-        raise WornOut(f"the learner goes on with {wanted} ranks instead of {ranks}")
+        raise WornOut(f"the learner goes on with {requested} ranks instead of {ranks}")
 
     async def wait_a_moment(self) -> None:
         """Wait for groups, or for what the supervisor says. Engines that lack the weights get them meanwhile."""

@@ -48,7 +48,7 @@ from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks, Newest
 from agentrl.store.interfaces import RolloutStore
 from agentrl.store.journal_writer import JournalWriter
-from agentrl.store.run_values import CHANGES, CONFIG, EVAL_URLS, GIVEN_URLS, PAUSED, PINNED
+from agentrl.store.run_values import CHANGES, CONFIG, EVAL_URLS, FROZEN_URLS, PAUSED, PINNED
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
@@ -138,7 +138,7 @@ class FleetView:
     version that new clients begin with; whether the run is paused (`PAUSED`); how often its settings changed."""
 
     urls: Mapping[str | None, list[str]]
-    given: Mapping[str, str]
+    frozen_urls: Mapping[str, str]
     evaluating: list[str]
     workers: list[int]
     version: WeightVersion
@@ -150,7 +150,7 @@ def known_of(config: RunConfig, store: RunStore) -> FleetView:
     """The fleet as the store records it now."""
     return FleetView(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
-        given=GIVEN_URLS.of(store.meta),
+        frozen_urls=FROZEN_URLS.of(store.meta),
         evaluating=EVAL_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
         version=store.versions.current_version(),
@@ -240,8 +240,8 @@ async def _follow(
                 pinned.follow(fleet_view.evaluating, partial(_pinned_client, sight))
             for role, policy in sight.config.rollout.frozen_roles().items():
                 other = frozen.get(role)
-                if policy in fleet_view.given and isinstance(other, Fleet):
-                    other.follow([fleet_view.given[policy]], partial(_given, sight.config))
+                if policy in fleet_view.frozen_urls and isinstance(other, Fleet):
+                    other.follow([fleet_view.frozen_urls[policy]], partial(_frozen_client, sight.config))
             worker.sharing = len(fleet_view.workers)
             if fleet_view.changes != seen:
                 config = configuration.from_json(await sight.looks(lambda store: CONFIG.of(store.meta)) or "{}")
@@ -337,7 +337,11 @@ def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str
     key = config.rollout.roles_key()
 
     def engine(policy: str) -> EngineClient:
-        return _given(config, known.given[policy]) if policy in known.given else EngineClient(policy, api_key=key)
+        return (
+            _frozen_client(config, known.frozen_urls[policy])
+            if policy in known.frozen_urls
+            else EngineClient(policy, api_key=key)
+        )
 
     return {
         role: Fleet.configured([engine(policy)], config.engine, decode=renderer.decode)
@@ -345,7 +349,7 @@ def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str
     }
 
 
-def _given(config: RunConfig, url: str) -> EngineClient:
+def _frozen_client(config: RunConfig, url: str) -> EngineClient:
     """Speaks to an engine that the run started for a model that does not learn."""
     return EngineClient(url, api_key=config.engine.key_of(url), kind=config.engine.kind)
 

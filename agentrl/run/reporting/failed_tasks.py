@@ -51,10 +51,10 @@ def skips(task: Task, skipped: Sequence[str]) -> bool:
     return bool(skipped) and (task_id(task) in skipped or row_id(task) in skipped)
 
 
-def as_rows(found: Sequence[FailedTask], config: RunConfig) -> list[dict[str, Any]]:
+def as_rows(failures: Sequence[FailedTask], config: RunConfig) -> list[dict[str, Any]]:
     """Plain data, the most frequent failures first; `place` is "" if no code of anybody raised it."""
     rows: list[dict[str, Any]] = []
-    for failure in sorted(found, key=lambda failure: (-failure.times, failure.episode)):
+    for failure in sorted(failures, key=lambda failure: (-failure.times, failure.episode)):
         reason, place = split_place(failure.detail or failure.reason.value)
         rows.append(
             {
@@ -120,7 +120,7 @@ def table(rows: Sequence[dict[str, Any]], *, most: int | None = None) -> Table:
     return drawn
 
 
-def mend(rows: Sequence[dict[str, Any]], path: object) -> str:
+def skip_hint(rows: Sequence[dict[str, Any]], path: object) -> str:
     """Return a line with the command that resumes the run without these training tasks; "" if there are none."""
     ids = list(dict.fromkeys(row["id"] for row in rows if row["purpose"] == "train"))
     if not ids:
@@ -138,7 +138,7 @@ class FailureLines:
     now: Callable[[], float] = time.monotonic
     _kinds: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _counted: int = 0
-    _told: int = 0
+    _reported: int = 0
     _after_s: float = 0.0
     _looked: float = float("-inf")
 
@@ -160,8 +160,8 @@ class FailureLines:
                     f"failed: seed {failure.task.seed}, episode {failure.episode}: "
                     f"{failure.detail or failure.reason.value}"
                 )
-        if counts.failed >= 2 * self._told:
-            self._told = counts.failed
+        if counts.failed >= 2 * self._reported:
+            self._reported = counts.failed
             more = "" if self.path is None else f": agentrl tasks {self.path} --failed"
             yield f"failed: {counts.failed} of {counts.ended} episodes so far, through no doing of the policy{more}"
 
@@ -173,7 +173,7 @@ class ScoreFailureLines:
 
     path: object
     now: Callable[[], float] = time.monotonic
-    _told: dict[str, int] = field(default_factory=dict[str, int])
+    _reported: dict[str, int] = field(default_factory=dict[str, int])
     _looked: float = float("-inf")
 
     def lines(self, store: RunStore) -> Iterator[str]:
@@ -182,6 +182,6 @@ class ScoreFailureLines:
             return
         self._looked = self.now()
         for failure in score_failures(store):
-            if failure.matters and failure.calls_failed >= 2 * self._told.get(failure.source, 0):
-                self._told[failure.source] = failure.calls_failed
+            if failure.matters and failure.calls_failed >= 2 * self._reported.get(failure.source, 0):
+                self._reported[failure.source] = failure.calls_failed
                 yield printable(f"warning: {failure}: agentrl rewards {self.path}")

@@ -45,6 +45,6 @@ def totals(metrics: Metrics) -> list[dict[str, Any]]:
     return sorted(sums.values(), key=lambda entry: -entry["count"])
 
 
-def lines(found: Sequence[dict[str, Any]]) -> list[str]:
+def lines(entries: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each notice, for a person."""
-    return [notices.line(entry["boundary"], entry["case"], entry["count"], entry["place"]) for entry in found]
+    return [notices.line(entry["boundary"], entry["case"], entry["count"], entry["place"]) for entry in entries]

@@ -302,24 +302,26 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
             console.print(f"{name}: {file}", markup=False, highlight=False)
 
 
-def _success(found: dict[str, Any] | None) -> str:
+def _success(result: dict[str, Any] | None) -> str:
     """A held-out success, with the number of episodes that failed."""
-    if found is None:
+    if result is None:
         return "-"
-    measured = "-" if found["success"] is None else f"{found['success']:.3f}{_interval(found, '1')}"
-    return f"{measured} ({found['failed']} of {found['n'] + found['failed']} failed)" if found["failed"] else measured
+    measured = "-" if result["success"] is None else f"{result['success']:.3f}{_interval(result, '1')}"
+    return (
+        f"{measured} ({result['failed']} of {result['n'] + result['failed']} failed)" if result["failed"] else measured
+    )
 
 
-def _pass(found: dict[str, Any] | None, k: str) -> str:
+def _pass(result: dict[str, Any] | None, k: str) -> str:
     """pass@k with its interval."""
-    if found is None or k not in found["pass_at"]:
+    if result is None or k not in result["pass_at"]:
         return "-"
-    return f"{found['pass_at'][k]['value']:.3f}{_interval(found, k)}"
+    return f"{result['pass_at'][k]['value']:.3f}{_interval(result, k)}"
 
 
-def _interval(found: dict[str, Any], k: str) -> str:
+def _interval(result: dict[str, Any], k: str) -> str:
     """The interval of pass@k; "" if it was not measured."""
-    rate = found["pass_at"].get(k)
+    rate = result["pass_at"].get(k)
     return "" if rate is None else f" [{rate['low']:.2f}, {rate['high']:.2f}]"
 
 

@@ -34,7 +34,7 @@ from agentrl.store.run_values import (
     PAUSED,
     PHASE,
     RESTARTED,
-    STOP_WANTED,
+    STOP_REQUESTED,
     STOPPED_EARLY,
     TAKES_NO_SIGNALS,
 )
@@ -89,7 +89,7 @@ def status(
             {held_out.name: list(report.measured(store, held_out.name)) for held_out in config.eval.sets},
             store.metrics.drops(),
         )
-        size = scaling.told(config, store.meta, live=process.kind != "nobody")
+        size = scaling.describe(config, store.meta, live=process.kind != "nobody")
         paused, restarted = PAUSED.of(store.meta), RESTARTED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
         failures, unscored = (
@@ -157,56 +157,56 @@ def duration(seconds: float) -> str:
     return f"{total_s // 60} min {total_s % 60:02d} s" if total_s >= 60 else f"{total_s} s"
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(facts: dict[str, Any]) -> Iterator[str]:
     """A status for a person; the last line says what to type next."""
-    path, state = found["run"], found["state"]
-    process = f" (process {found['pid']})" if found["pid"] else ""
-    phase = f", phase {found['phase']}" if found["phase"] and found["pid"] else ""
+    path, state = facts["run"], facts["state"]
+    process = f" (process {facts['pid']})" if facts["pid"] else ""
+    phase = f", phase {facts['phase']}" if facts["phase"] and facts["pid"] else ""
     yield f"{path}: {state}{process}{phase}"
-    if found["last_step_ago_s"] is None:
-        yield f"step      0 of {found['steps']}"
+    if facts["last_step_ago_s"] is None:
+        yield f"step      0 of {facts['steps']}"
     else:
-        pace = "" if found["step_s"] is None else f"; a step takes {found['step_s']:.2g} s"
-        yield f"step      {found['step']} of {found['steps']}, the last {found['last_step_ago_s']:.0f} s ago{pace}"
-    if found["paused_s"] is not None:
-        yield f"paused    for {found['paused_s']:.0f} s: agentrl resume {path} lets it go on"
-    if found["stopped_early"]:
-        yield f"stopped   early: {found['stopped_early']}"
-    if found["success"] is not None:
-        measured = [f"{step}: {value:.2f}" for step, value in found["held_out"].items()]
+        pace = "" if facts["step_s"] is None else f"; a step takes {facts['step_s']:.2g} s"
+        yield f"step      {facts['step']} of {facts['steps']}, the last {facts['last_step_ago_s']:.0f} s ago{pace}"
+    if facts["paused_s"] is not None:
+        yield f"paused    for {facts['paused_s']:.0f} s: agentrl resume {path} lets it go on"
+    if facts["stopped_early"]:
+        yield f"stopped   early: {facts['stopped_early']}"
+    if facts["success"] is not None:
+        measured = [f"{step}: {value:.2f}" for step, value in facts["held_out"].items()]
         if len(measured) > 4:
             measured[1:-2] = ["…"]
         held_out = f"; held-out at {', '.join(measured)}" if measured else ""
-        yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
-    for name, newest in found["pass_at"].items():
-        passes = ", ".join(evaluation.said(k, rate) for k, rate in newest.items() if k != "step")
+        yield f"success   {facts['success']:.2f} in the last steps{held_out}; lag {facts['lag_mean'] or 0:.1f} steps"
+    for name, newest in facts["pass_at"].items():
+        passes = ", ".join(evaluation.format_pass(k, rate) for k, rate in newest.items() if k != "step")
         yield f"held-out  {name} at {newest['step']}: {passes}"
     dropped = (GroupState.EXPIRED, GroupState.FAILED)  # shown by their reasons
-    groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
-    groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]
+    groups = [f"{count} {name}" for name, count in facts["groups"].items() if name not in dropped]
+    groups += [f"{count} dropped ({why})" for why, count in facts["dropped"].items()]
     yield f"groups    {', '.join(groups) or 'none'}"
-    if "present" in found["size"]:
-        yield f"size      {scaling.line(found['size'])}"
-    if found["split"]:
-        yield f"split     {found['split']}"
-    if found["waits"]:
-        yield f"waits     {found['waits']}"
-    for name, why in found["size"].get("trouble", {}).items():
+    if "present" in facts["size"]:
+        yield f"size      {scaling.line(facts['size'])}"
+    if facts["split"]:
+        yield f"split     {facts['split']}"
+    if facts["waits"]:
+        yield f"waits     {facts['waits']}"
+    for name, why in facts["size"].get("trouble", {}).items():
         yield f"trouble   {name}: {why}"
-    if failed := found["failed"]:
+    if failed := facts["failed"]:
         counts = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
         yield f"failed    {counts}; agentrl tasks {path} --failed"
-    for line in found["unscored"]:
+    for line in facts["unscored"]:
         yield f"unscored  {line}; agentrl rewards {path}"
-    for line in notice_counts.lines(found["notices"])[:_MOST_NOTICES]:
+    for line in notice_counts.lines(facts["notices"])[:_MOST_NOTICES]:
         yield f"not used  {printable(line)}"
-    for death in found["restarted"][-1:]:
-        yield f"restarted {len(found['restarted'])} times a process that died, the last: {death['why']}"
-    for reason in found["quarantined"][-3:]:
+    for death in facts["restarted"][-1:]:
+        yield f"restarted {len(facts['restarted'])} times a process that died, the last: {death['why']}"
+    for reason in facts["quarantined"][-3:]:
         yield f"a task    not played again: {reason}"
-    for alarm in found["alarms"]:
+    for alarm in facts["alarms"]:
         yield f"alarm     {alarm}"
-    yield f"next      {_next(found)}"
+    yield f"next      {_next(facts)}"
 
 
 def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
@@ -225,11 +225,11 @@ def stop(run: RunDir, deadline_s: float) -> str:
         return f"{run.path} is not under way; go on with {resume_command(run)}"
     if process.pid is None or _takes_no_signals(run):
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
-            STOP_WANTED.set(store, run.lock_path.read_text())
-        mend = (
+            STOP_REQUESTED.set(store, run.lock_path.read_text())
+        hint = (
             "type this on the machine on which it was started" if process.pid is None else f"end process {process.pid}"
         )
-        return _ended(run, deadline_s, f"if it hangs, {mend}")
+        return _ended(run, deadline_s, f"if it hangs, {hint}")
     try:
         # The end first, then the go: the other way round the run would go on for a moment with whatever it was stopped
         # for.
@@ -279,19 +279,19 @@ _STATES = {
 }
 
 
-def _next(found: dict[str, Any]) -> str:
-    path, state = found["run"], found["state"]
+def _next(facts: dict[str, Any]) -> str:
+    path, state = facts["run"], facts["state"]
     if state == _STATES["frozen"]:
-        return f"kill -CONT {found['pid']}"
-    if found["late_s"] is not None:
-        return f"no step for {found['late_s']:.0f} s: agentrl logs {path} learner; agentrl logs {path} worker-0"
-    if state == "over" and found["stopped_early"]:
-        return f"agentrl train --resume {path} trains it on to step {found['steps']}"
+        return f"kill -CONT {facts['pid']}"
+    if facts["late_s"] is not None:
+        return f"no step for {facts['late_s']:.0f} s: agentrl logs {path} learner; agentrl logs {path} worker-0"
+    if state == "over" and facts["stopped_early"]:
+        return f"agentrl train --resume {path} trains it on to step {facts['steps']}"
     if state == "over":
-        return f"agentrl train --resume {path} --set train.steps={2 * found['steps']} trains it for longer"
+        return f"agentrl train --resume {path} --set train.steps={2 * facts['steps']} trains it for longer"
     if state == _STATES["nobody"]:
         return f"agentrl train --resume {path}"
-    if found["paused_s"] is not None:
+    if facts["paused_s"] is not None:
         return f"agentrl resume {path}; agentrl stop {path}"
     return f"agentrl logs {path} --follow; agentrl stop {path}"
 

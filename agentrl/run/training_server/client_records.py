@@ -57,13 +57,13 @@ class ClientRecords:
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
-    def begin_session(self, asked: str) -> str:
+    def begin_session(self, request_key: str) -> str:
         """The id of the session that a client requests under a key of its own: a new one, or the one of before."""
         with self._file.writing():
             # A client that repeats a request whose answer was lost gets the session of its first one. Two sessions for
             # one client would leave one that nobody ends.
-            self._file.do("INSERT OR IGNORE INTO sessions (id, asked) VALUES (?, ?)", uuid.uuid4().hex, asked)
-            row = self._file.find("SELECT id FROM sessions WHERE asked = ?", asked)
+            self._file.do("INSERT OR IGNORE INTO sessions (id, asked) VALUES (?, ?)", uuid.uuid4().hex, request_key)
+            row = self._file.find("SELECT id FROM sessions WHERE asked = ?", request_key)
         assert row is not None
         return str(row[0])
 

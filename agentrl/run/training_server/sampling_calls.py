@@ -195,19 +195,19 @@ class SamplingCalls:
             raise failures[0]
         return [generations[index] for index in range(number)]
 
-    def _sampling(self, asked: SamplingFields, room: int) -> SamplingParams:
-        if asked.seed is not None:
-            raise ConfigError("sampling_params.seed", asked.seed, "the engine has no seeds: leave it out")
-        check_temperatures(self._kind, sampling_params=asked.temperature)
-        stops: list[int] | list[str] = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    def _sampling(self, fields: SamplingFields, room: int) -> SamplingParams:
+        if fields.seed is not None:
+            raise ConfigError("sampling_params.seed", fields.seed, "the engine has no seeds: leave it out")
+        check_temperatures(self._kind, sampling_params=fields.temperature)
+        stops: list[int] | list[str] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         ids = tuple(stop for stop in stops if isinstance(stop, int))
         texts = tuple(stop for stop in stops if isinstance(stop, str))
         return SamplingParams(
-            max_tokens=room if asked.max_tokens is None else min(asked.max_tokens, room),
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            stop_token_ids=self._ends if asked.stop is None or texts else ids,
+            max_tokens=room if fields.max_tokens is None else min(fields.max_tokens, room),
+            temperature=fields.temperature,
+            top_k=fields.top_k,
+            top_p=fields.top_p,
+            stop_token_ids=self._ends if fields.stop is None or texts else ids,
             stop=texts,
         )
 

@@ -326,7 +326,7 @@ class TinkerApi:
 
     async def _sample(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         sample_number: _SampleNumber = parse(_SampleNumber, body)
-        wanted: SampleRequest = parse(SampleRequest, body)
+        request: SampleRequest = parse(SampleRequest, body)
         sampler = self._sampler(sample_number.sampling_session_id)
         self._sessions.hear(sampler.session)
 
@@ -339,7 +339,9 @@ class TinkerApi:
         if fresh:
             call = await trio.to_thread.run_sync(self._log.call, id)
             self._sampling.came(call)
-        return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(wanted.num_samples)])
+        return _json(
+            200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(request.num_samples)]
+        )
 
     def _sampler(self, id: str) -> SamplerRecord:
         sampler = self._log.clients.sampler(id)
