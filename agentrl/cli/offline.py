@@ -101,12 +101,12 @@ def sft(
     if resume is not None and (out or overwrite):
         raise UsageError("--resume goes on in its own folder: leave out --out and --overwrite")
     if resume is not None:
-        folder, last = resume, training.resume(resume, settings or [], told=print)
+        folder, last = resume, training.resume(resume, settings or [], notify=print)
     else:
         assert file is not None
         config = training.load(file, settings or [])
         folder = out or Path("runs") / config.name
-        last = training.train(config, folder, told=print, overwrite=overwrite)
+        last = training.train(config, folder, notify=print, overwrite=overwrite)
     print(f"checkpoint: {last}\nbegin a run with it: agentrl train RUN_FILE --set model={folder}")
 
 
@@ -129,7 +129,7 @@ def retrain(
 
     run = RunDir.open(path)
     again = train_again(
-        run, step, settings=settings or [], out=out, dump=dump, told=lambda line: print(line, file=sys.stderr)
+        run, step, settings=settings or [], out=out, dump=dump, notify=lambda line: print(line, file=sys.stderr)
     )
     if as_json:
         tables.print_json({**asdict(again), "equal": again.equal})

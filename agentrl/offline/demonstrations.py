@@ -259,16 +259,16 @@ def _exact(at: int, turn: Any) -> Turn:
     return _turn(at, parent, turn["prompt_ids"], turn["token_ids"], learns=learns)
 
 
-def _turn(index: int, parent: int | None, prompt: Sequence[int], said: Sequence[int], *, learns: bool = True) -> Turn:
+def _turn(index: int, parent: int | None, prompt: Sequence[int], reply: Sequence[int], *, learns: bool = True) -> Turn:
     return Turn(
         index=index,
         parent=parent,
         prompt_ids=tuple(prompt),
-        token_ids=tuple(said),
+        token_ids=tuple(reply),
         # Nobody sampled these tokens, so there is no behaviour policy. The zeros take its place, and supervised
         # training never reads them: its loss is of the log-probs of now.
-        logprobs=(0.0,) * len(said),
-        spans=(VersionSpan(0, 0, len(said)),) if said else (),
+        logprobs=(0.0,) * len(reply),
+        spans=(VersionSpan(0, 0, len(reply)),) if reply else (),
         finish="stop",
         text="",
         learns=learns,

@@ -85,7 +85,7 @@ def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_th
                 else:
                     line = _token_line(trajectory, selected)
                 if line is not None:
-                    file.write(json.dumps({**line, **_said(trajectory)}) + "\n")
+                    file.write(json.dumps({**line, **_origin(trajectory)}) + "\n")
                     selected.written += 1
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from error
@@ -99,7 +99,7 @@ def _rows(reads: Readers) -> Iterator[EpisodeRow]:
         after = page[-1].id
 
 
-def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bool) -> dict[str, Any] | None:
+def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts: bool) -> dict[str, Any] | None:
     """A conversation in its order, with the tools that it offered and its calls as calls: only so does another model's
     template, or the same one, write the prompt that was played. One with several roles, or whose history was rewritten,
     is no conversation, nor one in which the policy went on with words of the prompt.
@@ -113,16 +113,16 @@ def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bo
     if is_begun or any(
         turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in turns
     ):
-        told.rewritten += 1
+        selected.rewritten += 1
         return None
     # A turn that its length cut has no end of its own. As a message it would get one from the template, and the model
     # would learn to stop in the middle of a sentence. It stays as context: later turns were sampled behind it.
     # `tests/run/test_sft.py::test_turns_that_are_not_to_be_learned_are_context_in_an_export`.
     is_learned = [turn.learns and not _is_masked(turn) and turn.finish != "length" for turn in turns]
     if not any(is_learned):
-        told.untaught += 1
+        selected.untaught += 1
         return None
-    told.cut += sum(turn.finish == "length" for turn in turns)
+    selected.cut += sum(turn.finish == "length" for turn in turns)
     messages = list(conversation(trajectory, splits_thoughts=splits_thoughts))
     spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     # The assistant's messages in the prompt come first, and nobody knows whether they are good: they are examples
@@ -132,7 +132,7 @@ def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bo
             messages[place] = cast("Message", {**messages[place], "weight": 0})
     # What the environment answered to the last turn is not context of anything that is trained.
     last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    told.broken_calls += sum(has_broken_call(turn.text, trajectory.tools) for turn in turns)
+    selected.broken_calls += sum(has_broken_call(turn.text, trajectory.tools) for turn in turns)
     tools = {"tools": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
     return {"messages": list(messages[: last + 1]), **tools}
 
@@ -141,12 +141,12 @@ def _is_masked(turn: Turn) -> bool:
     return turn.step is not None and turn.step.masked
 
 
-def _token_line(trajectory: Trajectory, told: Selected) -> dict[str, Any] | None:
+def _token_line(trajectory: Trajectory, selected: Selected) -> dict[str, Any] | None:
     """The tokens as they were sampled; masked turns, and those of policies that do not learn, are context."""
     # Text without tokens: retention has dropped them. They are not made again from the text, since a tokenizer's
     # answer for a text need not be the tokens that were sampled (law 1).
     if any(not turn.token_ids and turn.text for turn in trajectory.turns):
-        told.dropped += 1
+        selected.dropped += 1
         return None
     return {
         "turns": [
@@ -161,6 +161,6 @@ def _token_line(trajectory: Trajectory, told: Selected) -> dict[str, Any] | None
     }
 
 
-def _said(trajectory: Trajectory) -> dict[str, Any]:
+def _origin(trajectory: Trajectory) -> dict[str, Any]:
     task = trajectory.task
     return {"episode": trajectory.episode_id, "env": task.env, "seed": task.seed, "outcome": trajectory.outcome}

@@ -75,7 +75,7 @@ def write(
             def keep(line: Mapping[str, Any]) -> None:
                 file.write(json.dumps(line) + "\n")
 
-            written = trio.run(_play_all, _Wanted(env, n, mistakes, seed, dict(kwargs or {})), keep, progress)
+            written = trio.run(_play_all, _Request(env, n, mistakes, seed, dict(kwargs or {})), keep, progress)
         part.replace(out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from error
@@ -85,7 +85,7 @@ def write(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Request:
     env: str
     n: int
     mistakes: float
@@ -94,22 +94,22 @@ class _Wanted:
 
 
 async def _play_all(
-    wanted: _Wanted, keep: Callable[[Mapping[str, Any]], None], progress: Callable[[int], None]
+    request: _Request, keep: Callable[[Mapping[str, Any]], None], progress: Callable[[int], None]
 ) -> Written:
     """One seed after the other, some at the same time; their lines are in the order of the seeds."""
-    written, seed, in_a_row = Written(), wanted.seed, 0
-    while written.demonstrations < wanted.n:
+    written, seed, in_a_row = Written(), request.seed, 0
+    while written.demonstrations < request.n:
         # In batches with a wait at the end of each, not with a pool that is always full: the lines must be in the
         # order of their seeds, and which seeds are played must not depend on which were quick.
-        seeds = range(seed, seed + min(_AT_ONCE, wanted.n - written.demonstrations))
+        seeds = range(seed, seed + min(_AT_ONCE, request.n - written.demonstrations))
         lines: dict[int, dict[str, Any] | str] = {}
         failures: dict[int, Exception] = {}
 
-        async def play(at: int, found: dict[int, Any], failures: dict[int, Exception]) -> None:
+        async def play(task_seed: int, results: dict[int, Any], failures: dict[int, Exception]) -> None:
             try:
-                found[at] = await _demonstration(wanted, at)
+                results[task_seed] = await _demonstration(request, task_seed)
             except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-                failures[at] = error
+                failures[task_seed] = error
 
         async with trio.open_nursery() as nursery:
             for each_seed in seeds:
@@ -122,7 +122,7 @@ async def _play_all(
             if isinstance(line, str):
                 written.left_out, in_a_row = written.left_out + 1, in_a_row + 1
                 if in_a_row == _IN_A_ROW:
-                    raise UsageError(f"{wanted.env}, seeds {each_seed - _IN_A_ROW + 1} to {each_seed}: {line}")
+                    raise UsageError(f"{request.env}, seeds {each_seed - _IN_A_ROW + 1} to {each_seed}: {line}")
                 continue
             in_a_row = 0
             keep(line)
@@ -133,21 +133,21 @@ async def _play_all(
     return written
 
 
-async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
+async def _demonstration(request: _Request, seed: int) -> dict[str, Any] | str:
     """The line of one task; or why it has none."""
     # A generator for each task, from the seed and its number alone: one for all would hand its numbers out in the
     # order in which tasks happen to run.
-    rng = random.Random(f"{wanted.seed}/{seed}")
-    errs = rng.random() < wanted.mistakes
+    rng = random.Random(f"{request.seed}/{seed}")
+    errs = rng.random() < request.mistakes
     tried: set[int] = set()
     while True:
-        with boundary(EnvError, f"{wanted.env} raised", place=True):
+        with boundary(EnvError, f"{request.env} raised", place=True):
             # A fresh environment at each try. One that has played an episode may keep state that the next oracle
             # would meet.
-            env = as_async(make(wanted.env, **wanted.kwargs))
-        actor = _Actor(wanted.env, env, errs, rng, tried)
+            env = as_async(make(request.env, **request.kwargs))
+        actor = _Actor(request.env, env, errs, rng, tried)
         policy = TextPolicy(actor.answer, tool_format=env.template_format)
-        task = Task(index=seed, env=wanted.env, seed=seed, kwargs=wanted.kwargs)
+        task = Task(index=seed, env=request.env, seed=seed, kwargs=request.kwargs)
         try:
             trajectory, ending = await play_text(env, task, policy, _LIMITS, tracebacks=Tracebacks(quiet=True))
         except _NoOracle as none:
@@ -156,12 +156,12 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
             raise cause_of(ending.error)
         oracle = actor.oracle
         if oracle is None:
-            raise UsageError(f"{wanted.env}, seed {seed}: the episode is over before an oracle acts")
+            raise UsageError(f"{request.env}, seed {seed}: the episode is over before an oracle acts")
         # Refused, not left out: an oracle that gets another outcome than it declares means that the environment or
         # its reward is wrong, and whatever is trained on it learns that.
         if trajectory.outcome != oracle.outcome:
             problem = f"{oracle.name!r} gets {trajectory.outcome:g} and must get {oracle.outcome:g}"
-            raise UsageError(f"{wanted.env}, seed {seed}: {problem}: see agentrl validate {wanted.env}")
+            raise UsageError(f"{request.env}, seed {seed}: {problem}: see agentrl validate {request.env}")
         if any(
             turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in trajectory.turns
         ):
@@ -172,7 +172,7 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
             messages = _with_ids(policy.conversation(trajectory))
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             tools = {"tools": list(actor.tools)} if actor.tools else {}
-            about = {"env": wanted.env, "seed": seed, "oracle": oracle.name, "outcome": oracle.outcome}
+            about = {"env": request.env, "seed": seed, "oracle": oracle.name, "outcome": oracle.outcome}
             return {"messages": messages[: last + 1], **tools, **about}
 
 

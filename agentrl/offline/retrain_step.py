@@ -167,7 +167,7 @@ def retrain(
     settings: Sequence[str] = (),
     out: Path | None = None,
     dump: Path | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Retrained:
     """Train optimizer step `step` of a run again. With `settings` (`algo.clip_low=0.1`), that step alone is trained
     otherwise. `out`: a new folder for the weights, as a checkpoint; `dump`: a file for what happens to each token.
@@ -187,7 +187,7 @@ def retrain(
         file = None if dump is None else files.enter_context(_opened(dump))
         replay = _Replay(config, store, begun)
         for earlier_step in range(first + 1, step):
-            told(f"step {earlier_step}, on the way to {step}")
+            notify(f"step {earlier_step}, on the way to {step}")
             # From the checkpoint on, every step is needed: the moments of the optimizers are the sum of them all. The
             # settings of now hold for the last step alone, or their effect would not be that of one step
             # (`test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not`).

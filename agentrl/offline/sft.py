@@ -76,8 +76,8 @@ class SFTConfig(Section):
     # same value given on purpose.
     @field_validator("train", mode="before")
     @classmethod
-    def _with_own_defaults(cls, given: Any) -> Any:
-        return _of_its_own() | cast("dict[str, Any]", given) if isinstance(given, dict) else given
+    def _with_own_defaults(cls, table: Any) -> Any:
+        return _of_its_own() | cast("dict[str, Any]", table) if isinstance(table, dict) else table
 
     @field_validator("template")
     @classmethod
@@ -126,14 +126,14 @@ def parse(document: Mapping[str, Any]) -> SFTConfig:
 
 
 def train(
-    config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda _: None, overwrite: bool = False
+    config: SFTConfig, out: Path, *, notify: Callable[[str], None] = lambda _: None, overwrite: bool = False
 ) -> Path:
     """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
     the last checkpoint's folder. Raises UsageError."""
     run = RunDir(out)
     # Fitted before it is written: `sft.json` holds what was trained with, and a resume on a machine of another kind
     # does not change the dtype halfway.
-    config = _fitted(config, told)
+    config = _fitted(config, notify)
     overwrite = overwrite and (out / SETTINGS).is_file()
     if not overwrite:
         _check_empty(run)
@@ -146,24 +146,24 @@ def train(
         _check_empty(run)  # another process may have begun meanwhile
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         (out / "checkpoints").mkdir()
-        return training.run(told)
+        return training.run(notify)
 
 
-def _fitted(config: SFTConfig, told: Callable[[str], None]) -> SFTConfig:
+def _fitted(config: SFTConfig, notify: Callable[[str], None]) -> SFTConfig:
     """Choose bfloat16, and report it, if this CPU is faster in it and the configuration sets no `dtype`."""
     train = config.train
     if train.device != "cpu" or "dtype" in train.model_fields_set:
         return config
     if not faster_in_bfloat16(Machine.seen(), parameters_of(model_dir(config.model))):
         return config
-    told("chosen for this machine and model: train.dtype = 'bfloat16'")
+    notify("chosen for this machine and model: train.dtype = 'bfloat16'")
     return config.model_copy(update={"train": train.model_copy(update={"dtype": "bfloat16"})})
 
 
 def _check_empty(run: RunDir) -> None:
     if run.path.exists() and any(entry != run.lock_path for entry in run.path.iterdir()):
-        mend = f", or --resume {run.path}, or --overwrite" if (run.path / SETTINGS).is_file() else ""
-        raise UsageError(f"{run.path} is not empty: give another --out{mend}")
+        alternatives = f", or --resume {run.path}, or --overwrite" if (run.path / SETTINGS).is_file() else ""
+        raise UsageError(f"{run.path} is not empty: give another --out{alternatives}")
 
 
 def _clear(run: RunDir) -> None:
@@ -178,7 +178,7 @@ def _clear(run: RunDir) -> None:
             entry.unlink()
 
 
-def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None) -> Path:
+def resume(out: Path, overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Path:
     """Go on from the newest checkpoint; `train.steps` may be raised. Raises UsageError."""
     try:
         document = json.loads((out / SETTINGS).read_text())
@@ -194,8 +194,8 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
     with RunDir(out).lock(_BUSY):
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         training = _Training(config, out)
-        training.load_newest(told)
-        return training.run(told)
+        training.load_newest(notify)
+        return training.run(notify)
 
 
 def _name_shared(data: Sequence[Trajectory], held_out: Sequence[Trajectory]) -> None:
@@ -230,18 +230,18 @@ class _Training:
         # alive.
         self._permutation = cache(self._permuted)
 
-    def load_newest(self, told: Callable[[str], None]) -> None:
+    def load_newest(self, notify: Callable[[str], None]) -> None:
         """Go on from the newest intact checkpoint, if there is one. Raises RunFailed if all are damaged."""
         checkpoint, damage = newest_intact(self._out / "checkpoints")
         if damage:
-            told(damage)
+            notify(damage)
         if checkpoint is not None:
             self._learner.load(checkpoint)
 
-    def run(self, told: Callable[[str], None]) -> Path:
+    def run(self, notify: Callable[[str], None]) -> Path:
         learner, every = self._learner, self._config.train
         if self._held_out and learner.step_index == 0:
-            self._tell(told, {"step": 0, **self.held_out()})
+            self._tell(notify, {"step": 0, **self.held_out()})
         while learner.step_index < every.steps:
             accuracy = _Accuracy(learner)
             report = learner.step(self.batch(learner.step_index), step_of=lambda _: learner.step_index)
@@ -257,7 +257,7 @@ class _Training:
             over = report.step == every.steps
             if self._held_out and (over or report.step % self._config.held_out_every == 0):
                 row |= self.held_out()
-            self._tell(told, row)
+            self._tell(notify, row)
             if over or report.step % every.checkpoint_every == 0:
                 learner.save(self._out / "checkpoints")
         checkpoint = newest(self._out / "checkpoints")
@@ -310,10 +310,10 @@ class _Training:
             hits, tokens = hits + accuracy.hits, tokens + accuracy.tokens
         return {"held_out_loss": loss, "held_out_accuracy": hits / tokens}
 
-    def _tell(self, told: Callable[[str], None], row: Mapping[str, Any]) -> None:
+    def _tell(self, notify: Callable[[str], None], row: Mapping[str, Any]) -> None:
         with (self._out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        told("  ".join(f"{name} {value:.4g}" for name, value in row.items() if value is not None))
+        notify("  ".join(f"{name} {value:.4g}" for name, value in row.items() if value is not None))
 
 
 class _Accuracy:

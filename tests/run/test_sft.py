@@ -422,7 +422,7 @@ def test_a_run_that_made_no_checkpoint_says_so_where_it_is_named_as_a_model(tmp_
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sft.train(config(tmp_path), tmp_path / "run", told=stops)
+        sft.train(config(tmp_path), tmp_path / "run", notify=stops)
     with pytest.raises(ModelError, match="has no checkpoint yet: train it for longer"):
         model_dir(str(tmp_path / "run"))
 
@@ -443,7 +443,7 @@ def test_a_machine_that_is_better_at_bfloat16_trains_in_it_and_says_so(
     given = config(tmp_path, train={"steps": 1, "tokens_per_batch": 4096})
     for number, settings in enumerate((given, config(tmp_path, train=given.train.model_dump()))):
         told, out, chooses = list[str](), tmp_path / str(number), there and number == 0
-        sft.train(settings, out, told=told.append)
+        sft.train(settings, out, notify=told.append)
         assert ("chosen for this machine and model: train.dtype = 'bfloat16'" in told) is chooses
         assert json.loads((out / sft.SETTINGS).read_text())["train"]["dtype"] == ("bfloat16" if chooses else "float32")
 
