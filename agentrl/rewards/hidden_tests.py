@@ -65,7 +65,7 @@ class BoxTests:
         self._files_of: Callable[[Task], Mapping[str, bytes]] | None = None
         if settings.call:
             self._files_of = load_reference(settings.call)
-        self._found: OrderedDict[bytes, float] = OrderedDict()
+        self._rewards: OrderedDict[bytes, float] = OrderedDict()
         self._has_command = False
 
     async def __call__(self, seen: Trajectory) -> float:
@@ -88,7 +88,7 @@ class BoxTests:
         key = _digest(work, tests, str(seen.task.seed))
         # Members of a group often end with the same files. The key has the task's seed because the command may read
         # it (`TASK_SEED`).
-        if (cached := self._found.get(key)) is not None:
+        if (cached := self._rewards.get(key)) is not None:
             return cached
         try:
             # The tests overwrite the work. In the other order a policy could bring a file with the name of a test and
@@ -97,9 +97,9 @@ class BoxTests:
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
             await self._run(tests, seen.task)  # unless the tests themselves have them
             value = 0.0
-        self._found[key] = value
-        if len(self._found) > _REMEMBERED:
-            self._found.popitem(last=False)
+        self._rewards[key] = value
+        if len(self._rewards) > _REMEMBERED:
+            self._rewards.popitem(last=False)
         return value
 
     async def check(self) -> None:

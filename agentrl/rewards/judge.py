@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ConfigError, ScoreError
 from agentrl.records import Json, Message, Trajectory
-from agentrl.rewards.transcripts import asked_shorter, fenced, messages_of, shortened
+from agentrl.rewards.transcripts import ask_shortened, fenced, messages_of, shortened
 
 _REASON_CHARS = 600  # of a guided answer: so many and the rest fit its tokens
 # What changes from call to call comes last, so that a server computes the rubric once.
@@ -119,7 +119,7 @@ class Judge:
             return await self._ask(messages, most, deadline)
 
         lowest = Judgement(points=self._scale[0], score=0.0, reason="of another text the judge does give a verdict")
-        return await asked_shorter(ask, transcript, lowest)
+        return await ask_shortened(ask, transcript, lowest)
 
     async def __call__(self, trajectory: Trajectory) -> float:
         """Score the whole conversation as a rewarder, from 0 to 1."""

@@ -10,7 +10,7 @@ import trio
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ScoreError
 from agentrl.records import Message, Trajectory
-from agentrl.rewards.transcripts import asked_shorter, defused_messages, messages_of, shortened
+from agentrl.rewards.transcripts import ask_shortened, defused_messages, messages_of, shortened
 
 
 class RewardModel:
@@ -41,12 +41,12 @@ class RewardModel:
             left_s = max(deadline - trio.current_time(), 0.0)
             return self._read(await self._client.classify_chat(shown, activation=self._activation, deadline_s=left_s))
 
-        return await asked_shorter(ask, messages, self._refused)
+        return await ask_shortened(ask, messages, self._refused)
 
-    async def score_raw(self, given: str | Sequence[int]) -> float:
+    async def score_raw(self, content: str | Sequence[int]) -> float:
         """The reward of a text or of token ids, unchanged: any control token in them counts as one. Raises as `score`
         does."""
-        return self._read(await self._client.classify(given, activation=self._activation))
+        return self._read(await self._client.classify(content, activation=self._activation))
 
     async def __call__(self, trajectory: Trajectory) -> float:
         """Score the whole conversation as a rewarder."""

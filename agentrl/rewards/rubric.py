@@ -72,7 +72,7 @@ class Rubric(Generic[T]):
             raise ConfigError("parts", dict(parts), "give at least one reward")
         if combine not in ("sum", "product"):
             raise ConfigError("combine", combine, "give 'sum' or 'product'")
-        self._parts: dict[str, Part[T]] = {name: _part(given) for name, given in parts.items()}
+        self._parts: dict[str, Part[T]] = {name: _part(declared) for name, declared in parts.items()}
         for name, part in self._parts.items():
             if not math.isfinite(part.weight):
                 raise ConfigError(f"parts.{name}.weight", part.weight, "give a finite number")
@@ -82,18 +82,18 @@ class Rubric(Generic[T]):
                 raise ConfigError(f"parts.{name}.weight", part.weight, "a product has no weights: leave it out")
         self._combine = combine
 
-    async def score(self, given: T) -> Scores:
+    async def score(self, subject: T) -> Scores:
         """Ask the parts. Raises a part's own error, and ScoreError naming the part that gave no finite number."""
         scores: dict[str, float] = {}
         for name, part in self._parts.items():
             if part.gate is not None:
-                scores[name] = await self._ask(name, given)
+                scores[name] = await self._ask(name, subject)
                 # The other parts are not called at all. They may be judges that cost seconds and money, and their
                 # number would not count.
                 # `tests/rewards/test_rubric.py::test_below_a_gate_nothing_counts_and_nothing_else_is_asked`.
                 if scores[name] < part.gate:
                     return Scores(0.0, scores)
-        scores |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], given)
+        scores |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], subject)
         # In the order of declaration: they came in the order in which they finished, and sums and journals should not
         # depend on that.
         parts = {name: scores[name] for name in self._parts}
@@ -101,17 +101,17 @@ class Rubric(Generic[T]):
             return Scores(math.prod(parts.values()), parts)
         return Scores(math.fsum(self._parts[name].weight * value for name, value in parts.items()), parts)
 
-    async def __call__(self, given: T) -> float:
+    async def __call__(self, subject: T) -> float:
         """Return the total score as a rewarder."""
-        return (await self.score(given)).total
+        return (await self.score(subject)).total
 
-    async def _ask_all(self, names: list[str], given: T) -> dict[str, float]:
+    async def _ask_all(self, names: list[str], subject: T) -> dict[str, float]:
         scores: dict[str, float] = {}
         broken: list[Exception] = []
 
         async def ask(name: str) -> None:
             try:
-                scores[name] = await self._ask(name, given)
+                scores[name] = await self._ask(name, subject)
             # Taken out of the nursery by hand. Raised inside, it would reach the environment as an exception group,
             # and its handling of an EngineError (law 3) would not see one.
             except Exception as error:
@@ -125,8 +125,8 @@ class Rubric(Generic[T]):
             raise broken[0]
         return scores
 
-    async def _ask(self, name: str, given: T) -> float:
-        answer = self._parts[name].reward(given)
+    async def _ask(self, name: str, subject: T) -> float:
+        answer = self._parts[name].reward(subject)
         score = await answer if isinstance(answer, Awaitable) else answer
         number = float(score.score if isinstance(score, Judgement) else score)
         if not math.isfinite(number):
@@ -134,5 +134,5 @@ class Rubric(Generic[T]):
         return number
 
 
-def _part(given: Part[T] | Callable[[T], Score | Awaitable[Score]]) -> Part[T]:
-    return cast("Part[T]", given) if isinstance(given, Part) else Part(given)
+def _part(reward: Part[T] | Callable[[T], Score | Awaitable[Score]]) -> Part[T]:
+    return cast("Part[T]", reward) if isinstance(reward, Part) else Part(reward)

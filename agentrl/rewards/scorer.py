@@ -213,7 +213,7 @@ class Scorer:
         started = time.monotonic()
         value, cost, columns = self._known.get(seen), 0.0, NONE
         if value is None:
-            verdict, cost = await self._asked(seen)
+            verdict, cost = await self._ask_repeatedly(seen)
             value, columns = verdict.value, verdict.columns
             if self.settings.kind != "teacher":  # what it says is of tokens, and texts may be alike
                 self._known.keep(seen, value)
@@ -221,7 +221,7 @@ class Scorer:
         await self.store.score(turn, source, value, version=version, took_s=took_s, cost=cost, columns=columns)
         return value
 
-    async def _asked(self, seen: Trajectory) -> tuple[Verdict, float]:
+    async def _ask_repeatedly(self, seen: Trajectory) -> tuple[Verdict, float]:
         """The verdict, and how many calls it took."""
         failure, text = "", seen.turns[-1].text
         for attempt in range(self.settings.retries + 1):

@@ -49,9 +49,9 @@ class Shaping:
 
     async def _phi(self, seen: Trajectory, turns: int) -> float:
         """The potential after so many turns, counted from the start."""
-        return await self._asked(seen, turns) - await self._asked(seen, 0)
+        return await self._potential_of(seen, turns) - await self._potential_of(seen, 0)
 
-    async def _asked(self, seen: Trajectory, turns: int) -> float:
+    async def _potential_of(self, seen: Trajectory, turns: int) -> float:
         state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
         value = self.known.get(state)
         if value is None:

@@ -112,7 +112,7 @@ _ANY: Final[list[Message]] = [{"role": "user", "content": "Hello."}]
 log = logging.getLogger(__name__)
 
 
-async def asked_shorter(
+async def ask_shortened(
     ask: Callable[[Sequence[Message], int | None], Awaitable[T]], messages: Sequence[Message], lowest: T
 ) -> T:
     """Return the answer of `ask` for the messages, all of them (None) or at most so many characters: half as many after
