@@ -232,7 +232,7 @@ class StoreAway(StoreError):
     Its flag is True once the retries have lasted as long as the settings allow."""
 
     exit_code = 6
-    given_up = False
+    retries_spent = False
 
 
 class StoreDamaged(StoreError):

@@ -271,11 +271,11 @@ def _check_ends(db: Database, report: AuditReport) -> None:
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
         " WHERE e.state IN ('finished', 'expired') GROUP BY e.id"
     )
-    for episode, stop_reason, said_turns, said_tokens, turns, tokens, unanswered in ended:
-        if (said_turns, said_tokens) != (turns, tokens):
+    for episode, stop_reason, ended_turns, ended_tokens, turns, tokens, unanswered in ended:
+        if (ended_turns, ended_tokens) != (turns, tokens):
             report.breach(
                 "turns_lost",
-                f"episode {episode} ended with {said_turns} turns, {said_tokens} tokens; {turns}, {tokens} are there",
+                f"episode {episode} ended with {ended_turns} turns, {ended_tokens} tokens; {turns}, {tokens} are there",
             )
         if stop_reason is None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")

@@ -119,7 +119,7 @@ class EpisodeSearch(StorePart):
     @retried
     def find_episodes(
         self,
-        wanted: EpisodeFilter,
+        episode_filter: EpisodeFilter,
         *,
         by: EpisodeOrder = "episode",
         descending: bool = False,
@@ -127,7 +127,7 @@ class EpisodeSearch(StorePart):
         limit: int = 100,
     ) -> list[EpisodeRow]:
         """Find at most `limit` episodes that a filter lets through, in an order; those without a value come last."""
-        condition, parameters = _found(wanted)
+        condition, parameters = _from_where(episode_filter)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
         # the newest come without a look at all others, unless an expression hides that ids are in order
         last = "" if by in _ALWAYS else f"{column} IS NULL, "
@@ -140,9 +140,9 @@ class EpisodeSearch(StorePart):
         return [rows[id] for (id,) in ids]
 
     @retried
-    def outcomes(self, wanted: EpisodeFilter) -> dict[float | None, int]:
+    def outcomes(self, episode_filter: EpisodeFilter) -> dict[float | None, int]:
         """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
-        condition, parameters = _found(wanted)
+        condition, parameters = _from_where(episode_filter)
         with self._db.read():
             rows = self._db.rows(f"SELECT e.outcome, COUNT(*){condition} GROUP BY e.outcome", parameters)
         return dict(rows)
@@ -257,43 +257,44 @@ class EpisodeSearch(StorePart):
         return (id for (id,) in rows)
 
 
-def _found(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
+def _from_where(episode_filter: EpisodeFilter) -> tuple[str, list[str | int | float]]:
     """FROM and WHERE of a filter, with their parameters. Groups are joined only if the filter has a condition on
     them."""
     conditions, parameters = ["TRUE"], list[str | int | float]()
     compared: dict[str, str | int | float | None] = {
-        "e.evaluation = ?": 0 if wanted.purpose == TRAIN else None,
-        "g.purpose = ?": None if wanted.purpose == TRAIN else wanted.purpose,
-        "g.task LIKE ? ESCAPE '!'": None if wanted.env is None else _task_of(wanted.env),
-        "e.group_id = ?": wanted.group,
-        "e.taken_step = ?": wanted.step,
-        "e.state = ?": wanted.state,
-        "e.stop_reason = ?": None if wanted.stop_reason is None else wanted.stop_reason.value,
-        "e.success = ?": None if wanted.success is None else int(wanted.success),
-        "e.late = ?": None if wanted.late is None else int(wanted.late),
-        "e.outcome >= ?": wanted.least,
-        "e.outcome <= ?": wanted.most,
-        "e.n_turns >= ?": wanted.least_turns,
-        "e.n_turns <= ?": wanted.most_turns,
-        "e.newest_step >= ?": wanted.from_weights,
-        "e.newest_step <= ?": wanted.to_weights,
+        "e.evaluation = ?": 0 if episode_filter.purpose == TRAIN else None,
+        "g.purpose = ?": None if episode_filter.purpose == TRAIN else episode_filter.purpose,
+        "g.task LIKE ? ESCAPE '!'": None if episode_filter.env is None else _task_of(episode_filter.env),
+        "e.group_id = ?": episode_filter.group,
+        "e.taken_step = ?": episode_filter.step,
+        "e.state = ?": episode_filter.state,
+        "e.stop_reason = ?": None if episode_filter.stop_reason is None else episode_filter.stop_reason.value,
+        "e.success = ?": None if episode_filter.success is None else int(episode_filter.success),
+        "e.late = ?": None if episode_filter.late is None else int(episode_filter.late),
+        "e.outcome >= ?": episode_filter.least,
+        "e.outcome <= ?": episode_filter.most,
+        "e.n_turns >= ?": episode_filter.least_turns,
+        "e.n_turns <= ?": episode_filter.most_turns,
+        "e.newest_step >= ?": episode_filter.from_weights,
+        "e.newest_step <= ?": episode_filter.to_weights,
     }
     for condition, value in compared.items():
         if value is not None:
             conditions.append(condition)
             parameters.append(value)
-    if wanted.step is not None:
+    if episode_filter.step is not None:
         conditions.append("e.dropped IS NULL")
-    if wanted.role is not None:
-        indexed = "" if wanted.role == POLICY else " AND t.role <> 'policy'"  # the condition of `turns_of_roles`
+    if episode_filter.role is not None:
+        # the condition of the index `turns_of_roles`
+        indexed = "" if episode_filter.role == POLICY else " AND t.role <> 'policy'"
         role = f"t.episode_id = e.id AND t.trial = e.trial AND t.role = ?{indexed}"
         conditions.append(f"EXISTS (SELECT 1 FROM turns t WHERE {role})")
-        parameters.append(wanted.role)
-    if wanted.dropped is not None:
+        parameters.append(episode_filter.role)
+    if episode_filter.dropped is not None:
         dropped = "(e.dropped IS NOT NULL OR (e.late = 0 AND g.state IN ('expired', 'failed')))"
-        conditions.append(dropped if wanted.dropped else f"NOT {dropped}")
-    if wanted.ids is not None:
-        among, ids = _among(wanted.ids)
+        conditions.append(dropped if episode_filter.dropped else f"NOT {dropped}")
+    if episode_filter.ids is not None:
+        among, ids = _among(episode_filter.ids)
         conditions.append(among)
         parameters += ids
     where = " AND ".join(conditions)

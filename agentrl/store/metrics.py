@@ -159,8 +159,8 @@ class Metrics(StorePart):
                 first, last = most // 4, len(step_rows) - most // 2
                 spread = range(first, last, max(1, (last - first) // max(1, most // 4)))
                 chosen = {*range(first), *spread, *range(last, len(step_rows))}
-                wanted = {step + away for step in near for away in range(-reach, reach + 1)}
-                step_rows = [row for place, row in enumerate(step_rows) if place in chosen or row[1] in wanted]
+                near_steps = {step + away for step in near for away in range(-reach, reach + 1)}
+                step_rows = [row for place, row in enumerate(step_rows) if place in chosen or row[1] in near_steps]
             rows: list[Row] = []
             for place in range(0, len(step_rows), _AT_ONCE):
                 ids = [number for number, _ in step_rows[place : place + _AT_ONCE]]

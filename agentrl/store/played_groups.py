@@ -73,7 +73,7 @@ class PlayedGroups(StorePart):
         rows = TurnRows()
         for id, turn in zip(self._db.numbers("turns", len(member.turns)), member.turns, strict=True):
             packed = PackedTurn.of(turn, f"turn {turn.index}", self._step)
-            rows.turn(id, episode_id, 0, packed, self._db.any_text(packed.text), asked=turn.learns)
+            rows.turn(id, episode_id, 0, packed, self._db.any_text(packed.text), is_scored=turn.learns)
         rows.write(self._db)
 
     def _step(self, version: int) -> int:

@@ -181,7 +181,7 @@ class Readers(StorePart):
                     trial=trial,
                     reason=reason,
                     start=shown.messages(start or "[]"),
-                    turns=tuple(_turns(shown, *self._db.all_rows(scores_asked(*of), _turns_asked(*of)))),
+                    turns=tuple(_turns(shown, *self._db.all_rows(scores_query(*of), _turns_query(*of)))),
                 )
                 for trial, reason, start in rows
                 for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
@@ -306,7 +306,7 @@ def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, f
 def turns_of(db: Database, episodes: Sequence[int], shown: Shown | None = None) -> dict[int, tuple[Turn, ...]]:
     """The turns of each episode's last trial, inside a transaction; `shown` has images that were read before."""
     shown = shown or Shown(db)
-    query = [query for id in episodes for query in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
+    query = [query for id in episodes for query in (scores_query(LAST_TRIAL, (id,)), _turns_query(LAST_TRIAL, (id,)))]
     tables = db.all_rows(*query)
     pairs = zip(tables[::2], tables[1::2], strict=True)
     return {id: tuple(_turns(shown, scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
@@ -316,7 +316,7 @@ LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE 
 """In SQL, of a turn: it is of an episode's last trial."""
 
 
-def scores_asked(where: str, parameters: Sequence[int]) -> Query:
+def scores_query(where: str, parameters: Sequence[int]) -> Query:
     """Return the query for `scores_by_turn`: the values that count, of the turns (`t`) that `where` selects."""
     return (
         "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
@@ -339,7 +339,7 @@ WEIGHTS = "SELECT source, weight FROM sources ORDER BY source"
 """The weights of the declared sources."""
 
 
-def _turns_asked(where: str, parameters: Sequence[int]) -> Query:
+def _turns_query(where: str, parameters: Sequence[int]) -> Query:
     return (
         "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"

@@ -37,10 +37,10 @@ def sound(store: RunStore) -> bool:
 def test_a_task_that_infrastructure_lost_is_played_again_before_new_ones(store: RunStore, stop: StopReason) -> None:
     admit(store, limit=2, max_replays=2)
     lose(store, stop)
-    assert store.replays.counts(2) == Replays(played=0, waiting=2, given_up=0)
+    assert store.replays.counts(2) == Replays(played=0, waiting=2, exhausted=0)
     assert admit(store, limit=3, max_replays=2) == 3
     assert seeds(store) == [100, 101, 100, 101, 102]
-    assert store.replays.counts(2) == Replays(played=2, waiting=0, given_up=0)
+    assert store.replays.counts(2) == Replays(played=2, waiting=0, exhausted=0)
     assert store.groups.tasks_started() == 3 and sound(store)
 
 
@@ -87,7 +87,7 @@ def test_a_quarantined_task_is_not_played_again(store: RunStore) -> None:
     admit(store, limit=2, max_replays=2)
     Workers(store, {1, 2}).until_all_ended()
     assert len(store.deaths.quarantined()) == 1
-    assert store.replays.counts(2) == Replays(played=0, waiting=0, given_up=1)
+    assert store.replays.counts(2) == Replays(played=0, waiting=0, exhausted=1)
     admit(store, limit=1, max_replays=2)
     assert seeds(store) == [100, 101, 102]
 

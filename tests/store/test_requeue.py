@@ -95,7 +95,7 @@ def test_a_lost_group_that_was_given_up_is_played_once_more_for_each_loss(store:
     assert requeue(store, max_replays=1) == Requeued(left=left)
     admit(store, limit=1, max_replays=1)
     failing(store, fails=[0, 1])
-    assert store.replays.counts(1).given_up == 1
+    assert store.replays.counts(1).exhausted == 1
     assert requeue(store, max_replays=1) == Requeued(groups=(2,), left={"a group that was played again already": 1})
     assert requeue(store, max_replays=1) == Requeued(left={"a group that was played again already": 2})
     assert {row.task.seed for row in store.reads.episodes("train", group_id=3)} == {100} and sound(auditor, store)

@@ -41,7 +41,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
     steps = [row.values for row in store.metrics.values("step")]
     learner_s = sum(map(step_rates.wall_s, steps))
     waits = store.metrics.waited()
-    drops = store.metrics.drops()
+    drops, replays = store.metrics.drops(), store.replays.counts(config.rollout.max_replays)
     idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
     started, ended = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
     sets = {
@@ -77,7 +77,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "reward_functions": by_function(steps),
         "drops": drops,
         "notices": notice_counts.totals(store.metrics),
-        "replays": asdict(store.replays.counts(config.rollout.max_replays)),
+        "replays": {"played": replays.played, "waiting": replays.waiting, "given_up": replays.exhausted},
         "members_dropped": store.metrics.members_dropped(),
         "bias": finite(asdict(store.metrics.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},

@@ -114,7 +114,7 @@ class Database:
         # A part of a transaction is not made again by itself: what came before it in the same transaction is gone with
         # the connection. The call that holds the lock makes the whole again.
         away_s = self.waiting.away_s
-        if self._transactions.lock.mine or error.given_up or not away_s:
+        if self._transactions.lock.mine or error.retries_spent or not away_s:
             raise error
         began = time.monotonic()
         print(f"agentrl: {error}; it is waited for, {away_s:g} s at most", file=sys.stderr, flush=True)
@@ -131,11 +131,11 @@ class Database:
         finally:
             self.waiting.for_database -= 1
         waited = f"it was waited for, {self.waiting.away_s:g} s (cluster.store_deadline_s)"
-        given_up = StoreAway(f"{error}; {waited}; go on with agentrl train --resume {self.path.parent}")
+        final_error = StoreAway(f"{error}; {waited}; go on with agentrl train --resume {self.path.parent}")
         # A call inside another retried call raises this error through both. Without the mark the outer one would begin
         # to wait for another `away_s`, and the deadline of law 4 would double with each level.
-        given_up.given_up = True
-        raise given_up from error
+        final_error.retries_spent = True
+        raise final_error from error
 
     def _alone(self, act: Callable[[], object]) -> None:
         """Do something outside a transaction."""

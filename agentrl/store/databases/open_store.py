@@ -51,8 +51,8 @@ def refuse_copy(address: Path) -> None:
     except (OSError, ValueError):
         return
     if copied:
-        mend = f"agentrl store copy {address.parent} --to sqlite"
-        raise UsageError(f"{address.parent} is a copy of {first}, and both name one store: give it its own: {mend}")
+        hint = f"agentrl store copy {address.parent} --to sqlite"
+        raise UsageError(f"{address.parent} is a copy of {first}, and both name one store: give it its own: {hint}")
 
 
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:

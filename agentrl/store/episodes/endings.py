@@ -123,7 +123,7 @@ class Ending:
         return scored(self.stop_reason, self.outcome)
 
     @property
-    def said(self) -> tuple[Any, ...]:
+    def columns(self) -> tuple[Any, ...]:
         """The values of an ending's columns, without its reason."""
         return (self.outcome, self.success, json.dumps(dict(self.outcomes)), self.detail)
 
@@ -215,7 +215,7 @@ class _Ends:
         """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
         self._db.execute(
             "INSERT INTO endings VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (episode_id, self._now, ending.stop_reason, *ending.said),
+            (episode_id, self._now, ending.stop_reason, *ending.columns),
         )
         self._db.execute("UPDATE episodes SET holder = NULL, fence = fence + 1 WHERE id = ?", (episode_id,))
         self._stands[episode_id].fence += 1
@@ -267,7 +267,7 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
 
 def _end(db: Database, episode_id: int, state: str, ending: Ending, now: float, kept: Iterable[str]) -> None:
     """Write an ending, with the length of the episode and the step of its newest token, and drop its rows in `kept`."""
-    db.execute(_END, (state, ending.stop_reason, now, *ending.said, episode_id))
+    db.execute(_END, (state, ending.stop_reason, now, *ending.columns, episode_id))
     # Only tables that hold a row of the episode, which the look before knows. Five deletes for each ending would mostly
     # delete nothing, and on a server each is a statement.
     for table in kept:

@@ -58,7 +58,7 @@ class Standing:
     """How far an episode is, what was written before an entry of the same transaction included."""
 
     trial: int
-    asked: bool  # sources score its turns
+    is_scored: bool  # sources score its turns
     last: int  # -1: it has no turn
     last_id: int | None
     answered: bool
@@ -79,7 +79,9 @@ class TurnRows:
     parts: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict[int, list[tuple[Any, ...]]])  # by episode
     images: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by digest
 
-    def turn(self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, asked: bool) -> None:
+    def turn(
+        self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, is_scored: bool
+    ) -> None:
         """Add a turn whose place was checked; `text` is what its column takes. The last argument says whether reward
         sources may score it."""
         sampled = turn.turn
@@ -109,7 +111,7 @@ class TurnRows:
             self.experts.append((id, turn.experts))
         if turn.answer is not None:
             self.answer(id, turn.answer)
-        if asked:
+        if is_scored:
             self.unscored.append((id, episode_id))
 
     def answer(self, id: int, answer: PackedAnswer) -> None:
@@ -258,7 +260,7 @@ def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]
         _, _, trial, is_scored, last, last_id, answered, under_way = row
         known[entry.episode_id] = Standing(
             trial=trial,
-            asked=bool(is_scored),
+            is_scored=bool(is_scored),
             last=-1 if last is None else last,
             last_id=last_id,
             answered=answered is not None,
@@ -298,8 +300,8 @@ class TurnEntry(EpisodeWrite):
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
         assert self._packed is not None
         id = next(numbers)
-        text, is_scored = self.db.any_text(self._packed.text), stands.asked and turn.learns
-        rows.turn(id, episode_id, stands.trial, self._packed, text, asked=is_scored)
+        text, is_scored = self.db.any_text(self._packed.text), stands.is_scored and turn.learns
+        rows.turn(id, episode_id, stands.trial, self._packed, text, is_scored=is_scored)
         # Parts of this turn that came in the same batch need never be written: the turn has all their tokens.
         rows.parts.pop(episode_id, None)
         if stands.kept:

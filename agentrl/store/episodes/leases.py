@@ -149,18 +149,18 @@ class Leases(StorePart):
             holder = self._renew(worker, now + lease_s)
             return self._claim(holder, self._claimable(worker, limit, now, ahead, evaluation), now)
 
-    def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
+    def _claim(self, holder: str, free: Collection[Free], now: float) -> list[Claim]:
         self._db.execute_many(
             "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
             " started_s = COALESCE(started_s, ?) WHERE id = ?",
-            [(holder, now, claim.id) for claim in found],
+            [(holder, now, claim.id) for claim in free],
         )
         self._db.execute_many(
             "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
             " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
-            [(now, group_id) for group_id in {claim.group_id for claim in found}],
+            [(now, group_id) for group_id in {claim.group_id for claim in free}],
         )
-        return self._load([claim.id for claim in found])
+        return self._load([claim.id for claim in free])
 
     @retried
     def reload(self, claim: Claim) -> Claim:

@@ -55,7 +55,7 @@ class Replays:
 
     played: int
     waiting: int
-    given_up: int
+    exhausted: int
 
 
 class ReplayedFailures(StorePart):
@@ -69,7 +69,7 @@ class ReplayedFailures(StorePart):
             lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {LOST}")
             waiting = len(lost_groups(self._db, max_replays))
         assert played is not None and lost is not None
-        return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
+        return Replays(played=played[0], waiting=waiting, exhausted=lost[0] - waiting)
 
     @retried
     def requeue(
@@ -92,18 +92,18 @@ class ReplayedFailures(StorePart):
                 self._play_again(requeued.groups)
         return requeued
 
-    def _find(self, asked: Collection[int] | None, bounds: AdmissionBounds) -> Requeued:
+    def _find(self, requested: Collection[int] | None, bounds: AdmissionBounds) -> Requeued:
         db = self._db
         step, kept_out = _next_step(db), quarantined(db)
-        for group_id in asked or ():
+        for group_id in requested or ():
             if db.row("SELECT 1 FROM groups WHERE id = ?", (group_id,)) is None:
                 raise UsageError(f"no group {group_id} in {db.path}: agentrl tasks RUN --failed names what failed")
         # Every failure that is not played again is counted under its reason. A command that replays "12 of 40" and is
         # silent about the others would send its user looking for a bug (law 8).
-        refusals, nothing = Counter[str](), set(asked or ())
+        refusals, nothing = Counter[str](), set(requested or ())
         members, late, groups = list[int](), list[int](), list[int]()
         for id, group_id, purpose, state, started_step, fork, task in db.rows(_MEMBERS):
-            if asked is not None and group_id not in asked:
+            if requested is not None and group_id not in requested:
                 continue
             nothing.discard(group_id)
             # In this order the first reason is the one that cannot be changed: an evaluation stays, what a step took
@@ -119,7 +119,7 @@ class ReplayedFailures(StorePart):
             else:
                 (late if state == "scored" else members).append(id)
         for group_id, task, replays, played_again, fork in db.rows(_GROUPS):
-            if asked is not None and group_id not in asked:
+            if requested is not None and group_id not in requested:
                 continue
             nothing.discard(group_id)
             if why := _never(fork, task, kept_out):

@@ -211,7 +211,7 @@ class Notices:
     def __init__(self, dial: Callable[[], DeadlineConnection], channel: str) -> None:
         self._dial, self._channel = dial, channel
         self._connection: DeadlineConnection | None = None
-        self._dialled_s = self._told_s = -math.inf
+        self._dialled_s = self._reported_s = -math.inf
 
     @property
     def wakes(self) -> int | None:
@@ -224,9 +224,9 @@ class Notices:
         """Whether anybody has committed since the last call; also if that is not known."""
         # A notification is lost without an error if a proxy drops an idle connection and keeps the socket open. A look
         # a second bounds what that costs (law 4) and is cheap beside a run's other traffic.
-        written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
+        written = self._notified() or time.monotonic() > self._reported_s + _LOOK_S
         if written:
-            self._told_s = time.monotonic()
+            self._reported_s = time.monotonic()
         return written
 
     def _notified(self) -> bool:

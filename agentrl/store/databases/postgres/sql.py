@@ -71,12 +71,12 @@ def translated(sql: str) -> bytes:
     """A statement as PostgreSQL reads it."""
     count = 0
 
-    def place(found: re.Match[str]) -> str:
+    def place(match: re.Match[str]) -> str:
         nonlocal count
-        if found[1] is None:
-            return found[0]
+        if match[1] is None:
+            return match[0]
         count += 1
-        return f"${found[1] or count}"
+        return f"${match[1] or count}"
 
     text = _CROSS.sub(_in_order, _HINT.sub("", sql))
     return _PLACE.sub(place, text).encode()
