@@ -66,7 +66,7 @@ class Shelf:
     spec: SandboxSpec
     setup: Setup
     boxes: deque[Sandbox] = field(default_factory=deque["Sandbox"])
-    wanted: trio.Event = field(default_factory=trio.Event)
+    refill: trio.Event = field(default_factory=trio.Event)
     filled: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
@@ -141,7 +141,7 @@ class Pool:
         while shelf.boxes:
             box = shelf.boxes.popleft()
             # Before the box is tried: the next one is then made while this one answers.
-            shelf.wanted.set()
+            shelf.refill.set()
             try:
                 alive = await _is_alive(box)
             except BaseException:
@@ -201,8 +201,8 @@ class Pool:
                             pause = min(2 * pause, _LONGEST_PAUSE_S)
                     shelf.filled.set()
                     shelf.filled = trio.Event()
-                    shelf.wanted = trio.Event()
-                    await shelf.wanted.wait()
+                    shelf.refill = trio.Event()
+                    await shelf.refill.wait()
         finally:
             with trio.CancelScope(shield=True):
                 await _close_all(shelf.boxes)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from agentrl.protocols import ExecResult
 
-NOT_FOUND, REFUSED = 127, 126
+NO_COMMAND, REFUSED = 127, 126
 _MAX_BYTES = 1 << 20  # of all arguments and environment; Linux takes two of them with the pointers
 _MAX_COUNT = 8_000  # bubblewrap takes 9,000 of its own and the command's together
 _MAX_ONE = (128 << 10) - 1  # of one argument, Linux's MAX_ARG_STRLEN

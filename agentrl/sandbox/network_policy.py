@@ -144,7 +144,7 @@ class Network:
 
     policy: NetworkPolicy
     requests: list[NetworkRequest] = field(default_factory=list[NetworkRequest])
-    asked: int = 0
+    total: int = 0
     refused: int = 0
     path: str = field(default_factory=_socket_path)  # of the socket in the box
 
@@ -159,7 +159,7 @@ class Network:
 
     def note(self, request: NetworkRequest) -> None:
         """Count and log a request."""
-        self.asked += 1
+        self.total += 1
         self.refused += bool(request.refused)
         if len(self.requests) < _KEPT:
             self.requests.append(request)

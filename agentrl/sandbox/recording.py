@@ -109,10 +109,10 @@ def result_as_json(result: ExecResult) -> Json:
     ]
 
 
-def result_of_json(said: Json) -> ExecResult:
+def result_of_json(document: Json) -> ExecResult:
     """Raises EnvError if it is none."""
     try:
-        code, stdout, stderr, timed_out, oom, truncated, duration_s, cpu_s, starved_s = said
+        code, stdout, stderr, timed_out, oom, truncated, duration_s, cpu_s, starved_s = document
         return ExecResult(
             exit_code=int(code),
             stdout=base64.b64decode(stdout),
@@ -128,10 +128,10 @@ def result_of_json(said: Json) -> ExecResult:
         raise EnvError(f"the snapshot is damaged: a command's result: {error}") from error
 
 
-def bytes_of_json(said: Json) -> bytes:
+def bytes_of_json(document: Json) -> bytes:
     """Raises EnvError if they are none."""
     try:
-        return base64.b64decode(said)
+        return base64.b64decode(document)
     except (TypeError, ValueError) as error:
         raise EnvError(f"the snapshot is damaged: a file: {error}") from error
 

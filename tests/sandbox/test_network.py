@@ -108,7 +108,7 @@ async def test_setup_fetches_what_is_allowed_and_the_agent_nothing(
         assert (await way.exec(box, ["sh", "-c", "exit 3"])).exit_code == 3
     assert heads[0].startswith(b"GET /pkg?v=1 HTTP/1.1\r\nhost: registry.example:") and b"close" in heads[0]
     assert [(each.host, each.refused) for each in way.requests] == [("registry.example", "")] * 2
-    assert way.requests[1].received > len(LARGE) and (way.asked, way.refused) == (2, 0)
+    assert way.requests[1].received > len(LARGE) and (way.total, way.refused) == (2, 0)
     # after the phase: the proxy's address, its socket, and the variables lead nowhere
     code, out, _ = await fetched(way, box, f"{url}/late")
     assert code != 0 and b"fetched" not in out
@@ -250,7 +250,7 @@ async def test_law_8_a_body_without_one_length_is_refused_with_a_status_and_is_n
     async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
         answer = await spoken(way, box, b"POST http://127.0.0.1:%d/ HTTP/1.1\r\n%s\r\n\r\nabc" % (port, headers))
     assert answer.startswith(b"HTTP/1.1 %s\r\n" % status) and why in answer.decode()
-    assert not heads and (way.asked, way.refused) == (1, 1) and why in way.requests[0].refused
+    assert not heads and (way.total, way.refused) == (1, 1) and why in way.requests[0].refused
 
 
 @each_case(
@@ -274,7 +274,7 @@ async def test_law_8_a_client_that_does_not_say_what_it_wants_in_time_is_answere
     async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
         answer = await spoken(way, box, begin.replace(b"{port}", b"%d" % port))
     assert answer.startswith(status)
-    assert not heads and (way.asked, way.refused) == (1, 1) and why in way.requests[0].refused
+    assert not heads and (way.total, way.refused) == (1, 1) and why in way.requests[0].refused
 
 
 async def test_law_8_a_connection_too_many_is_answered_and_noted(
@@ -285,7 +285,7 @@ async def test_law_8_a_connection_too_many_is_answered_and_noted(
     async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
         answer = await spoken(way, box, b"")
     assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-    assert (way.asked, way.refused) == (1, 1) and "connections already" in way.requests[0].refused
+    assert (way.total, way.refused) == (1, 1) and "connections already" in way.requests[0].refused
 
 
 async def test_a_second_request_of_a_connection_goes_nowhere(

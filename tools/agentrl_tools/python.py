@@ -18,7 +18,7 @@ from agentrl.env.tools.tool_results import readable
 from agentrl.errors import SandboxError, ToolError
 from agentrl.protocols import BoxProcess, Sandbox, ToolResult
 from agentrl.records import Json
-from agentrl.sandbox.check_command import NOT_FOUND
+from agentrl.sandbox.check_command import NO_COMMAND
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
 
 _START_S = 20.0
@@ -114,7 +114,7 @@ class Python(SchemaChecked):
         process = await self._sandbox.start(["python3", "-I", "-u", "-c", _DRIVER, str(self._output_bytes)])
         if await self._line(process, _START_S) != b"ready":
             result = await process.kill()
-            if result.exit_code == NOT_FOUND:
+            if result.exit_code == NO_COMMAND:
                 raise SandboxError("the box has no python3: give an image that has it")
             words = readable(result.stderr).strip()[-300:]  # what runs in the box took all that it may have
             raise ToolError(f"no Python session starts in the box (exit code {result.exit_code}): {words}")

@@ -437,13 +437,13 @@ class Host:
         return argv
 
 
-def _control_groups(name: str, wanted: bool | None) -> ControlGroups | None:
-    if wanted is False:
+def _control_groups(name: str, required: bool | None) -> ControlGroups | None:
+    if required is False:
         return None
     try:
         return ControlGroups(name)
     except OSError as error:
-        if wanted:
+        if required:
             raise SandboxUnavailable(f"control groups cannot be made here: {error}") from error
         return None
 

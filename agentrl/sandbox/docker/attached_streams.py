@@ -71,9 +71,9 @@ async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes)
 class AttachedStreams:
     """Both directions of one command. Has the parts that `Background` uses of a `HostProcess`."""
 
-    def __init__(self, stream: trio.abc.HalfCloseableStream, said: bytes, *, output_bytes: int) -> None:
+    def __init__(self, stream: trio.abc.HalfCloseableStream, received: bytes, *, output_bytes: int) -> None:
         """Take over a connection, and the bytes that were read from it before."""
-        self._stream, self._said = stream, said
+        self._stream, self._received = stream, received
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
         self.changed = trio.Event()
         self.drained = False
@@ -101,7 +101,7 @@ class AttachedStreams:
 
     async def drain(self) -> None:
         """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
-        waiting, self._said = bytearray(self._said), b""
+        waiting, self._received = bytearray(self._received), b""
         missing_bytes, output = 0, self.stdout
         with self._until_broken():
             while True:

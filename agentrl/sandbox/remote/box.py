@@ -334,7 +334,7 @@ class _Job:
     async def send(self, data: bytes) -> None:
         """Write to its stdin; does nothing if the process has ended or closed it."""
         for start in range(0, len(data), PIECE):
-            await self._asked("send", data=text(data[start : start + PIECE]))
+            await self._query("send", data=text(data[start : start + PIECE]))
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
@@ -343,7 +343,7 @@ class _Job:
             while True:
                 remaining_s = max(until - trio.current_time(), 0.0)
                 try:
-                    reply = await self._asked("receive", timeout_s=min(remaining_s, self._ask_s))
+                    reply = await self._query("receive", timeout_s=min(remaining_s, self._ask_s))
                 except SandboxError:
                     if self._helper.closed:
                         return b""  # it ended with the box
@@ -361,7 +361,7 @@ class _Job:
         with policy_time():
             while self._result is None:
                 remaining_s = max(until - trio.current_time(), 0.0)
-                reply = await self._asked("wait", timeout_s=min(remaining_s, self._ask_s))
+                reply = await self._query("wait", timeout_s=min(remaining_s, self._ask_s))
                 if reply.get("ended"):
                     self._result = _result(reply)
                     self._running.discard(self)
@@ -375,7 +375,7 @@ class _Job:
     async def kill(self) -> ExecResult:
         """End it and all it started. Idempotent."""
         if self._result is None:
-            await self._asked("kill")
+            await self._query("kill")
         result = await self.wait()
         assert result is not None
         return result
@@ -385,14 +385,14 @@ class _Job:
         self._running.discard(self)
         if self._result is None and not self._helper.closed:
             with trio.move_on_after(CALL_S), suppress(SandboxError):
-                await self._asked("kill")
-                await self._asked("wait", timeout_s=self._ask_s)
+                await self._query("kill")
+                await self._query("wait", timeout_s=self._ask_s)
 
     def lost(self) -> None:
         """The box is closed, or gone."""
         self._lost.set()
 
-    async def _asked(self, channel: str, **request: Any) -> dict[str, Any]:
+    async def _query(self, channel: str, **request: Any) -> dict[str, Any]:
         """A question to the command's supervisor; one at a time a channel, numbered, so that each counts once."""
         if self._result is not None:
             return {"ended": True, "out": ""} if channel == "receive" else {}
