@@ -28,7 +28,7 @@ from agentrl.view.opened_runs import OpenedRun
 
 Json = dict[str, Any]
 _MOST_ROWS = 200  # of one answer
-_MOST_FOUND = 2000  # episodes with a text
+_MOST_MATCHES = 2000  # episodes with a text
 # A search reads texts from the newest on and stops after this time; `searched_back_to` lets the page go on from
 # there. An index of all texts would cost the run at each turn, for a page that is seldom open.
 _SEARCH_S = 0.7  # for texts; the rest of a second is for the list
@@ -42,7 +42,7 @@ _DUMPED_COLUMNS = ("entropy", "advantage", "gradient", "loss")
 def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
     """A page of the episodes that a query asks for, how many there are, and a histogram of their outcome rewards, in
     which the bounds on the outcome do not count. Raises UsageError for a query that says nothing."""
-    wanted = _filter(query)
+    episode_filter = _filter(query)
     by, offset = _one_of(query, "sort", get_args(EpisodeOrder), "episode"), _whole(query, "offset") or 0
     limit = min(_whole(query, "limit") or 50, _MOST_ROWS)
     descending = query.get("order", "desc") == "desc"
@@ -51,14 +51,14 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
         if text := query.get("q", "").strip():
             before = _whole(query, "before")
             searched = store.search.search_texts(
-                text, purpose=wanted.purpose, limit=_MOST_FOUND, budget_s=_SEARCH_S, before=before
+                text, purpose=episode_filter.purpose, limit=_MOST_MATCHES, budget_s=_SEARCH_S, before=before
             )
-            wanted, back_to = replace(wanted, ids=searched.ids), searched.back_to
+            episode_filter, back_to = replace(episode_filter, ids=searched.ids), searched.back_to
         # The histogram is where the bounds are chosen, so they must not cut it. One query then gives both: the total
         # within the bounds is a sum over its values.
-        outcomes = store.search.outcomes(replace(wanted, least=None, most=None))
-        rows = store.search.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)
-    low, high = wanted.least, wanted.most
+        outcomes = store.search.outcomes(replace(episode_filter, least=None, most=None))
+        rows = store.search.find_episodes(episode_filter, by=by, descending=descending, offset=offset, limit=limit)
+    low, high = episode_filter.least, episode_filter.most
     bounded = low is not None or high is not None
     total = sum(
         n

@@ -26,10 +26,10 @@ def notes_of(run: RunDir) -> Json:
     return {"tags": [], "note": ""}
 
 
-def keep_notes(run: RunDir, said: Any) -> Json:
+def keep_notes(run: RunDir, body: Any) -> Json:
     """Put tags and a note in the place of those that are there; they are returned. Raises UsageError for others than
     these, or if the run's folder cannot be written."""
-    notes = _checked(said)
+    notes = _checked(body)
     written: Path | None = None
     try:
         # Written beside and then renamed: two viewers that save at once leave one of the two notes, and never half of
@@ -45,8 +45,8 @@ def keep_notes(run: RunDir, said: Any) -> Json:
     return notes
 
 
-def _checked(said: Any) -> Json:
-    document = cast("Mapping[str, Any]", said if isinstance(said, dict) else {})
+def _checked(body: Any) -> Json:
+    document = cast("Mapping[str, Any]", body if isinstance(body, dict) else {})
     tags, note = document.get("tags"), document.get("note")
     if set(document) != {"tags", "note"} or not isinstance(tags, list) or not isinstance(note, str):
         raise UsageError('notes are {"tags": [text, …], "note": text}')

@@ -21,23 +21,23 @@ _MOST: Final = 32  # settings at once
 _CHARS: Final = 500  # of one
 
 
-def pause(run: RunDir, said: Any) -> Json:
+def pause(run: RunDir, body: Any) -> Json:
     """Pause it; `now` in amid its turns. Here and below: what to tell. Raises UsageError as `steering.pause`."""
-    now = _document(said, "now").get("now")
+    now = _document(body, "now").get("now")
     if not isinstance(now, bool):
         raise UsageError(f"now = {now!r}: give true or false")
     return {"told": steering.pause(run, now=now)}
 
 
-def resume(run: RunDir, said: Any) -> Json:
+def resume(run: RunDir, body: Any) -> Json:
     """Let it go on. Raises UsageError as `steering.resume`."""
-    _document(said)
+    _document(body)
     return {"told": steering.resume(run)}
 
 
-def change(run: RunDir, said: Any) -> Json:
+def change(run: RunDir, body: Any) -> Json:
     """Give it other `settings`, texts of the form `section.key=value`. Raises as `steering.change_under_way`."""
-    settings = _document(said, "settings").get("settings")
+    settings = _document(body, "settings").get("settings")
     if not isinstance(settings, list) or not 0 < len(cast("list[Any]", settings)) <= _MOST:
         raise UsageError(f"settings are a list of 1 to {_MOST} texts: train.lr=1e-6")
     for setting in cast("list[Any]", settings):
@@ -46,11 +46,11 @@ def change(run: RunDir, said: Any) -> Json:
     return {"told": steering.change_under_way(run, cast("list[str]", settings))}
 
 
-def requeue(run: RunDir, said: Any) -> Json:
+def requeue(run: RunDir, body: Any) -> Json:
     """Play again what failed because of infrastructure, and what the run no longer retries, in all groups or in one
     `group`. Raises UsageError as `steering.requeue`, and for a run that is not under way."""
-    is_one_group = isinstance(said, dict) and "group" in said
-    document, groups, option = _document(said, *["group"] * is_one_group), None, "--failed"
+    is_one_group = isinstance(body, dict) and "group" in body
+    document, groups, option = _document(body, *["group"] * is_one_group), None, "--failed"
     if is_one_group:
         group = document["group"]
         # A bool is an int in Python: `true` would be group 1.
@@ -69,18 +69,18 @@ def steered(opened: OpenedRun) -> Json:
     """How it is paused, the requested settings that no step has yet, and those that may change, with the values that
     they have now."""
     with opened.store() as store:
-        paused, wanted = PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
+        paused, requests = PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
     current = changes.values(opened.config)
     return {
         "paused": paused or None,
-        "wanted": {key: value for wish in wanted for key, value in wish["settings"].items()},
+        "wanted": {key: value for wish in requests for key, value in wish["settings"].items()},
         "settings": {key: value for key, value in current.items() if changes.in_flight(key)},
     }
 
 
-def _document(said: Any, *fields: str) -> Mapping[str, Any]:
+def _document(body: Any, *fields: str) -> Mapping[str, Any]:
     # Exactly these fields: a misspelt one would otherwise be ignored, and a pause with `nwo` would be an ordinary
     # pause.
-    if not isinstance(said, dict) or set(cast("Json", said)) != {*fields}:
+    if not isinstance(body, dict) or set(cast("Json", body)) != {*fields}:
         raise UsageError(f"give {{{', '.join(f'{field!r}: …' for field in fields)}}} as JSON".replace("'", '"'))
-    return cast("Json", said)
+    return cast("Json", body)

@@ -180,7 +180,7 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
             events.append({"kind": "restart", "step": after.step, "text": f"went on from step {after.step - 1}"})
     # A run with a broken environment has thousands of failures, which would hide everything else; of each kind the
     # newest are shown.
-    for task in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
+    for task in sorted(failed, key=lambda failure: -failure.last_s)[:_FAULTS]:
         text = f"{task.times} times {task.reason.value}: {task.detail}"[:300]
         events.append({"kind": "fault", "step": opened.step_at(task.last_s), "text": text, "episode": task.episode})
     for death in restarted[-_FAULTS:]:

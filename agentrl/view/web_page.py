@@ -209,7 +209,9 @@ class _Guard:
             await send(message)
 
         refusal = self._refusal(scope)
-        shared_answer = self._shared.known(_asked(scope)) if refusal is None and scope["method"] == "GET" else None
+        shared_answer = (
+            self._shared.known(_request_key(scope)) if refusal is None and scope["method"] == "GET" else None
+        )
         if shared_answer is None:
             await (refusal or self._app)(scope, receive, with_headers)
             return
@@ -265,11 +267,11 @@ def _from_here(headers: Mapping[bytes, bytes]) -> bool:
     ours = origin is None or origin in (b"http://" + host, b"https://" + host)
     # Browsers send it and no script of a page can set it. Absent, it is an older browser, for which `Origin` decides,
     # or no browser at all.
-    asked_by = headers.get(b"sec-fetch-site", b"same-origin")
-    return ours and asked_by == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
+    fetch_site = headers.get(b"sec-fetch-site", b"same-origin")
+    return ours and fetch_site == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
 
 
-def _asked(scope: Scope) -> tuple[str, bytes]:
+def _request_key(scope: Scope) -> tuple[str, bytes]:
     """Return the key of a request: requests with the same key get the same answer."""
     return scope["path"], scope["query_string"]
 
@@ -278,7 +280,7 @@ async def _answered(
     runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
 ) -> Response:
     """Return the answer of a call, made in a thread; its errors become an answer of one line."""
-    key = _asked(request.scope)
+    key = _request_key(request.scope)
     try:
         response = _sent(await shared(key, lambda: answer(runs, request)))
         if (shared_answer := shared.known(key)) is not None:
