@@ -10,7 +10,7 @@ import pytest
 from each_case import each_case
 
 from agentrl import config
-from agentrl.config.league import FIRST, LeagueSettings, Member, draw, from_json, given, shares, to_json
+from agentrl.config.league import FIRST, LeagueSettings, Member, draw, from_json, past_self_roles, shares, to_json
 from agentrl.errors import ConfigError
 
 MEMBERS = [
@@ -69,11 +69,11 @@ def test_who_plays_is_drawn_by_the_group() -> None:
     """`either`: all but one are past selves, each role as often; the share says in how many groups there are any."""
     tables = {"a": "either", "b": "either", "c": "league"}
     league, groups = LeagueSettings(share=0.75), 4000
-    found = Counter(given(tables, league, seed=3, group_id=group) for group in range(groups))
+    found = Counter(past_self_roles(tables, league, seed=3, group_id=group) for group in range(groups))
     assert found.keys() == {frozenset(), frozenset({"a", "c"}), frozenset({"b", "c"})}
     assert abs(found[frozenset()] / groups - 0.25) < 0.03
     assert abs(found[frozenset({"a", "c"})] - found[frozenset({"b", "c"})]) / groups < 0.05
-    assert {given({"c": "league"}, LeagueSettings(), seed=3, group_id=group) for group in range(20)} == {
+    assert {past_self_roles({"c": "league"}, LeagueSettings(), seed=3, group_id=group) for group in range(20)} == {
         frozenset({"c"})
     }
 

@@ -99,8 +99,8 @@ def _of_alarms(config: RunConfig) -> Iterator[str]:
     for name in alarms.actions:
         bounds = [bound for bound in type(alarms).model_fields if bound in (f"{name}_above", f"{name}_below")]
         if bounds and getattr(alarms, bounds[0]) is None:
-            mend = _default(alarms, bounds[0]) or 0.1
-            yield f"alarms.actions.{name} has no effect without alarms.{bounds[0]}: --set alarms.{bounds[0]}={mend}"
+            limit = _default(alarms, bounds[0]) or 0.1
+            yield f"alarms.actions.{name} has no effect without alarms.{bounds[0]}: --set alarms.{bounds[0]}={limit}"
 
 
 def _changed(section: BaseModel) -> set[str]:

@@ -98,7 +98,7 @@ def shares(members: Sequence[Member], settings: LeagueSettings) -> dict[int, flo
     return {member.version: weight / total for member, weight in zip(among, weights, strict=True)}
 
 
-def given(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, group_id: int) -> frozenset[str]:
+def past_self_roles(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, group_id: int) -> frozenset[str]:
     """The roles that past selves play in a group, of those in `tables` (role to "league" or "either"). Of the roles
     that either plays, one is drawn for the policy."""
     # A generator from the group's number, not one that goes on from group to group: a restarted run, or another worker,

@@ -70,17 +70,17 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
     """Values chosen for this machine, by key, of the settings that `config` leaves out."""
     if parameters < _TINY:
         return {}
-    wanted: dict[str, Any]
+    defaults: dict[str, Any]
     serves = not config.engine.urls and config.engine.kind != "sglang"
     if machine.gpus == 0:
         if config.cluster.on_ray or not faster_in_bfloat16(machine, parameters):
             return {}
-        wanted = {"train.dtype": "bfloat16"} | ({"engine.dtype": "bfloat16"} if serves else {})
-        return {key: value for key, value in wanted.items() if not _is_set(config, key)}
+        defaults = {"train.dtype": "bfloat16"} | ({"engine.dtype": "bfloat16"} if serves else {})
+        return {key: value for key, value in defaults.items() if not _is_set(config, key)}
     large = machine.gpu_bytes >= _LARGE_GIB * _GIB
     ranks = min(config.train.parallel.ranks, machine.gpus)  # each holds its share of them
     full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes * ranks
-    wanted = {
+    defaults = {
         "train.device": "cuda:1" if machine.gpus > 1 else "cuda",  # engines take the first one
         "train.dtype": "bfloat16",
         "train.tokens_per_batch": max(16_384 if large else 8_192, config.rollout.max_context),
@@ -89,9 +89,9 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
     }
     if machine.vllm and serves:
         cache_mb = int(_KV_SHARE * machine.gpu_bytes) >> 20
-        wanted |= {"engine.kind": "vllm", "engine.dtype": "bfloat16", "engine.kv_cache_mb": cache_mb}
-        wanted["rollout.max_running"] = max(256 if large else 128, config.rollout.group_size)
-    return {key: value for key, value in wanted.items() if not _is_set(config, key)}
+        defaults |= {"engine.kind": "vllm", "engine.dtype": "bfloat16", "engine.kv_cache_mb": cache_mb}
+        defaults["rollout.max_running"] = max(256 if large else 128, config.rollout.group_size)
+    return {key: value for key, value in defaults.items() if not _is_set(config, key)}
 
 
 def fitted(config: RunConfig, machine: Machine, parameters: int) -> tuple[RunConfig, dict[str, Any]]:

@@ -265,7 +265,7 @@ class Rollout(_Section):
         All must have the tokenizer of the run's model."""
         return {role: policy for role, policy in self.roles.items() if policy != "trained"}
 
-    def given_models(self) -> set[str]:
+    def frozen_models(self) -> set[str]:
         """Return the models of `frozen_roles` for which the run has to start an engine."""
         return {policy for policy in self.frozen_roles().values() if not policy.startswith(URL_SCHEMES)}
 
@@ -602,8 +602,8 @@ class RunConfig(WithRoles, _Section):
 
     @field_validator("algo", mode="before")
     @classmethod
-    def _of_algorithm(cls, given: Any) -> Any:
-        return algorithms.read(given, "algo")
+    def _of_algorithm(cls, table: Any) -> Any:
+        return algorithms.read(table, "algo")
 
     @model_validator(mode="before")
     @classmethod
@@ -679,7 +679,7 @@ class RunConfig(WithRoles, _Section):
             raise ConfigError("rollout.top_k", self.rollout.top_k, hint)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         cluster_settings.check(self.cluster, self.engine, self.train, several=bool(self.role_models))
-        others = {*rollout.given_models(), *self.role_models.values()}
+        others = {*rollout.frozen_models(), *self.role_models.values()}
         if others and self.engine.kind == "sglang":
             hint = f"the run starts no SGLang for other models ({', '.join(sorted(others))}): give their engines' URLs"
             raise ConfigError("engine.kind", "sglang", hint)

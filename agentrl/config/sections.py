@@ -66,8 +66,8 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _off(cls, given: Any) -> Any:
-        return switched_off(cast("dict[str, Any]", given), cls) if isinstance(given, dict) else given
+    def _off(cls, table: Any) -> Any:
+        return switched_off(cast("dict[str, Any]", table), cls) if isinstance(table, dict) else table
 
 
 class EnvSource(Section):
@@ -577,13 +577,13 @@ def _hint(message: str) -> str:
     return words
 
 
-def read_section(model: type[_Section], given: _Section | Mapping[str, Any] | None, name: str) -> _Section:
+def read_section(model: type[_Section], settings: _Section | Mapping[str, Any] | None, name: str) -> _Section:
     """A section of the run file from a table of its settings; one that is read already is returned as it is. Raises
     ConfigError, which names the setting in the section `name`."""
-    if isinstance(given, model):
-        return given
+    if isinstance(settings, model):
+        return settings
     try:
-        return model.model_validate({} if given is None else dict(cast("Mapping[str, Any]", given)))
+        return model.model_validate({} if settings is None else dict(cast("Mapping[str, Any]", settings)))
     except ValidationError as error:
         raise config_error(error, model, (name,)) from None
 

@@ -73,7 +73,7 @@ def _in_cache(name: str, id: str, revision: str | None) -> Path | None:
         raise ModelError(f"model {name!r} is no id of the hub: {error}") from None
 
 
-def given_model_dir(config: RunConfig, policy: str) -> Path:
+def frozen_model_dir(config: RunConfig, policy: str) -> Path:
     """The folder of a model that plays a role and does not learn; for `"frozen"` it is the run's own model. Raises
     ModelError, also if its tokenizer differs from the run's: one renderer serves all models."""
     run_model = model_dir(config.model)

@@ -154,7 +154,7 @@ def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
     for role in document.get("roles", []):
         role |= {"model": model} if role.get("model") else {}
     if config.rollout.roles:
-        others = config.rollout.given_models() - {"frozen"}
+        others = config.rollout.frozen_models() - {"frozen"}
         played = {role: model if by in others else by for role, by in config.rollout.roles.items()}
         document["rollout"]["roles"] = played
     return document | {"model": model}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.config.league import LeagueSettings, draw, from_json, given
+from agentrl.config.league import LeagueSettings, draw, from_json, past_self_roles
 from agentrl.records import Turn
 from agentrl.store import Claim, Partial
 from agentrl.store.episodes.groups import TRAIN
@@ -28,7 +28,7 @@ class Opponents:
     def roles(self, claim: Claim) -> frozenset[str]:
         """The roles that past selves play in an episode, and so do not learn. Evaluation always meets past selves."""
         settings = self.settings if claim.purpose == TRAIN else self.settings.model_copy(update={"share": 1.0})
-        return given(self.plays, settings, seed=self.seed, group_id=claim.group_id)
+        return past_self_roles(self.plays, settings, seed=self.seed, group_id=claim.group_id)
 
     async def version(
         self, store: EpisodeStore, claim: Claim, role: str, turns: Sequence[Turn], begun: Partial | None

@@ -22,7 +22,7 @@ from pathlib import Path
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.config.league import FIRST, Member, draw, from_json, given, to_json
+from agentrl.config.league import FIRST, Member, draw, from_json, past_self_roles, to_json
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineError
@@ -146,7 +146,7 @@ class League:
 
     def _played_by_past_selves(self, group: Group) -> frozenset[str]:
         config = self._config
-        return given(config.league_roles, config.league, seed=config.seed, group_id=group.id)
+        return past_self_roles(config.league_roles, config.league, seed=config.seed, group_id=group.id)
 
     def _drawn(self, group: Group, roles: Collection[str]) -> int:
         """The member that a group was to meet of which no episode came so far. The workers may have drawn another one

@@ -44,7 +44,7 @@ from agentrl.errors import (
 from agentrl.host.installation import install_command
 from agentrl.host.janitor import OwnedFolder
 from agentrl.learner.checkpoints import digests
-from agentrl.models.resolve import given_model_dir, model_dir, renderer_of, slot_dir
+from agentrl.models.resolve import frozen_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
@@ -425,9 +425,9 @@ def _check_roles(config: RunConfig) -> None:
         if role not in roles:
             raise ConfigError(field, bound.get(role, role), f"{config.env.id} has the roles {', '.join(roles)}")
     for role, policy in policies.items():
-        if policy in config.rollout.given_models():
+        if policy in config.rollout.frozen_models():
             try:
-                given_model_dir(config, policy)
+                frozen_model_dir(config, policy)
             except ModelError as error:
                 hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
                 raise ConfigError(f"rollout.roles.{role}", policy, hint) from None

@@ -20,7 +20,7 @@ from agentrl.config import parse
 from agentrl.errors import ConfigError
 from agentrl.host.ports import free_port
 from agentrl.learner.data.batch import group_rows
-from agentrl.models.resolve import given_model_dir, model_dir
+from agentrl.models.resolve import frozen_model_dir, model_dir
 from agentrl.records import GroupState, StopReason
 from agentrl.run.evaluation.of_checkpoint import measured
 from agentrl.run.run_folder import RunDir
@@ -142,7 +142,7 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
 def test_a_model_with_another_tokenizer_cannot_play_a_role(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_dir(SMALL["model"]), other)
-    assert given_model_dir(parse({**TRAINING, "env": {"id": "agentrl/NimTable-v0"}}), str(other)) == other
+    assert frozen_model_dir(parse({**TRAINING, "env": {"id": "agentrl/NimTable-v0"}}), str(other)) == other
     (other / "tokenizer.json").write_text("{}")
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"second": str(other)}}}
     with pytest.raises(ConfigError, match=r"has another tokenizer.json than 'agentrl/tiny-coder'"):

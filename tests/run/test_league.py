@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import parse
-from agentrl.config.league import FIRST, Member, from_json, given, to_json
+from agentrl.config.league import FIRST, Member, from_json, past_self_roles, to_json
 from agentrl.config.train import Train
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineUnavailable, UsageError
@@ -201,7 +201,7 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
         played, won = Counter[int](), Counter[int]()
         for one in trained:
             if one.scored:
-                theirs = given(
+                theirs = past_self_roles(
                     {"first": "either", "second": "either"}, settings.league, seed=settings.seed, group_id=one.group_id
                 )
                 version, points = game(one, theirs, -1)

@@ -103,7 +103,7 @@ def test_every_recipe_is_a_run_of_a_small_real_model_on_a_cpu(
     monkeypatch.setattr(tiny_runs, "multiplies_bfloat16", lambda: dtype == "bfloat16")
     own = configuration.load(ROOT / "examples" / "recipes" / name / "run.toml")
     small = on_cpu(own)
-    assert {small.model, *small.rollout.given_models()} <= {smollm2.ID, "frozen"}
+    assert {small.model, *small.rollout.frozen_models()} <= {smollm2.ID, "frozen"}
     assert (small.engine.kind, small.train.device) == ("embedded", "cpu")
     assert small.engine.dtype == small.train.dtype == dtype
     assert small.rollout.group_size == 8 and small.rollout.max_context <= 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agentrl.models.resolve import given_model_dir
+from agentrl.models.resolve import frozen_model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.children.engine import WatchedEngine, WatchedEngines
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
@@ -23,8 +23,8 @@ class FrozenEngines:
         first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
         # Sorted, as the number is part of the child's name: in the order of a set, a resumed run would look for the
         # seat or the log of one model under the name of another.
-        for number, policy in enumerate(sorted(config.rollout.given_models())):
-            weights = ServedWeights(model=given_model_dir(config, policy), base=first, current=first)
+        for number, policy in enumerate(sorted(config.rollout.frozen_models())):
+            weights = ServedWeights(model=frozen_model_dir(config, policy), base=first, current=first)
             # Bound as a default: a closure over the loop's variable would give every engine the weights of the last
             # one.
             engine = self.engines.create(f"engine-given-{number}", lambda _, weights=weights: weights)

@@ -428,7 +428,7 @@ def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, fl
     """Return what Ray reserves for each child, by name, in a run of this size whose learner has `ranks` ranks."""
     engines = [f"engine-{number}" for number in range(size.engines)]
     engines += [f"engine-role-{role}-{number}" for role in config.role_models for number in range(size.engines)]
-    engines += [f"engine-given-{number}" for number in range(len(config.rollout.given_models()))]
+    engines += [f"engine-given-{number}" for number in range(len(config.rollout.frozen_models()))]
     names = [*engines, *(f"worker-{number}" for number in range(size.workers)), "learner"]
     return {name: demand(config, name, ranks) for name in names}
 
