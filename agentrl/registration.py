@@ -19,7 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from agentrl import registry
 from agentrl.errors import UsageError
 
-_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "nothing"}
+_KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "nothing"}
 _Kinds = tuple[type, ...]
 _JUDGED = WrapperSpec("Judged", "agentrl.env.gymnasium_wrappers:Judged", {})
 
@@ -48,7 +48,7 @@ def make(id: str, **kwargs: Any) -> Any:
         # Checked here, since Python does not: `turns = "8"` in a run file would fail in the middle of an episode, far
         # from the line that said it, and count as the environment's failure.
         if not any(_is(value, kind) for kind in kinds):
-            raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_SAID[kind] for kind in kinds)}")
+            raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_KIND_NAMES[kind] for kind in kinds)}")
     mode = None if "render_mode" in inspect.signature(maker).parameters else arguments.pop("render_mode", None)
     try:
         env = maker(**arguments)
@@ -65,14 +65,14 @@ def make(id: str, **kwargs: Any) -> Any:
     return env if mode is None else _rendered(env, mode)  # pyright: ignore[reportUnknownVariableType]
 
 
-def _nearer(maker: Callable[..., Any], given: Mapping[str, Any]) -> str:
+def _nearer(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """For each argument that nothing is called, the nearest that there is; all of them if none is near."""
     names = [
         parameter.name
         for parameter in parameters_of(maker)
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    near_names = [(name, registry.nearest(name, names)) for name in given if name not in names]
+    near_names = [(name, registry.nearest(name, names)) for name in arguments if name not in names]
     hints = [f"{name!r} is near {near[0]!r}" for name, near in near_names if near]
     if hints or not near_names:
         return f"; {', '.join(hints)}" if hints else ""
@@ -107,7 +107,7 @@ def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
     return {
         name: kinds
         for name, kinds in kinds_of.items()
-        if all(isinstance(kind, type) and kind in _SAID for kind in kinds)
+        if all(isinstance(kind, type) and kind in _KIND_NAMES for kind in kinds)
     }
 
 

@@ -140,5 +140,5 @@ def state_advantages(
     if baseline == "leave_one_out":
         count_N = torch.where(judging_N, count_N - own_count_N, count_N)
         mean_N = torch.where(judging_N, sum_N - own_sum_N, sum_N) / count_N.clamp(min=1)
-    found_N = torch.where(count_N > 0, returns_N - mean_N, 0.0) / divisor_N
-    return torch.zeros_like(returns_GT).flatten().index_copy(0, place_N, found_N).view(returns_GT.shape)
+    advantages_N = torch.where(count_N > 0, returns_N - mean_N, 0.0) / divisor_N
+    return torch.zeros_like(returns_GT).flatten().index_copy(0, place_N, advantages_N).view(returns_GT.shape)

@@ -30,12 +30,12 @@ from agentrl.algos.gae import Sequences
 
 def gap(tokens: Mapping[str, Tensor], name: str) -> Tensor:
     """k1 of each token to the model `name`: [T], without gradient."""
-    return torch.where(_told(tokens[name]), tokens["proximal"] - tokens[name], 0.0).detach()
+    return torch.where(_is_scored(tokens[name]), tokens["proximal"] - tokens[name], 0.0).detach()
 
 
 # A log-prob is never above 0, so 1 can stand for "none" in a plain column of floats; a NaN would spread through every
 # sum that touches it. 0.5 is safe from rounding on either side.
-def _told(other_T: Tensor) -> Tensor:
+def _is_scored(other_T: Tensor) -> Tensor:
     return other_T < 0.5
 
 
@@ -66,5 +66,5 @@ def gauges(tokens: Mapping[str, Tensor], *, reference: bool, teacher: bool) -> d
         sums["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
     if teacher:
         sums["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
-        sums["untaught"] = (weight_T * ~_told(tokens["teacher"])).sum()
+        sums["untaught"] = (weight_T * ~_is_scored(tokens["teacher"])).sum()
     return sums

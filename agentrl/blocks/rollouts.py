@@ -253,8 +253,8 @@ class _Listed(TaskSource):
         return replace(self._tasks[self._within(index)], index=index)
 
 
-def _settings(given: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, group_size: int) -> Rollout:
-    table = given.model_dump(exclude_unset=True) if isinstance(given, Rollout) else dict(given or {})
+def _settings(settings: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, group_size: int) -> Rollout:
+    table = settings.model_dump(exclude_unset=True) if isinstance(settings, Rollout) else dict(settings or {})
     if fleet.max_context is not None:
         table.setdefault("max_context", fleet.max_context)
     chosen = read_section(Rollout, {**table, "group_size": group_size}, "rollout")

@@ -238,7 +238,7 @@ def rollout(
     iterates."""
 
     async def begin() -> rollouts.Rollouts:
-        found = rollouts.rollout(
+        rollout_stream = rollouts.rollout(
             env,
             engine.fleet,
             tasks,
@@ -249,8 +249,8 @@ def rollout(
             buffer=buffer,
         )
         if buffer is not None:
-            found.play()
-        return found
+            rollout_stream.play()
+        return rollout_stream
 
     return Rollouts(begin)
 

@@ -157,11 +157,11 @@ def _peer(address: object) -> str:
 def raise_open_files(bounds: ServerBounds) -> None:
     """Let this process have as many files open as its connections need, if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = bounds.connections + _OTHER_FILES
+    open_files = bounds.connections + _OTHER_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        open_files = min(open_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
 
 
 def refusal(error: httptools.HttpParserError) -> RequestRefused:

@@ -27,7 +27,7 @@ from agentrl.env.sync_async import call
 from agentrl.errors import EnvError, UsageError
 from agentrl.records import Message, Messages, Step, Turn
 
-ASKED: Final = "asked"
+REQUESTED: Final = "asked"
 """`Step.compaction` of an answer behind which the policy writes its notes."""
 SUMMARY: Final = "summary"
 """That of the turn that wrote them."""
@@ -56,7 +56,7 @@ def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
 def writes_notes(turns: Sequence[Turn], index: int) -> bool:
     """Whether the turn at `index` is the policy's notes, which the answer before it requested."""
     before = turns[index - 1].step if index else None
-    return before is not None and before.compaction == ASKED
+    return before is not None and before.compaction == REQUESTED
 
 
 def acts(turns: Sequence[Turn]) -> int:
@@ -66,7 +66,7 @@ def acts(turns: Sequence[Turn]) -> int:
 
 def ask(step: Step, request: str) -> Step:
     """An answer with the request for notes behind it: a message of the user's, or the end of the one that is there."""
-    return replace(step, observation=_with_text(step.observation, request, end=True), compaction=ASKED)
+    return replace(step, observation=_with_text(step.observation, request, end=True), compaction=REQUESTED)
 
 
 def noted(start: Messages, before: Step, notes: str) -> Step:
@@ -92,7 +92,7 @@ def as_before(step: Step, before: Step) -> Step:
     request for notes."""
     if before.compaction == SHORTENED and step.history is None:
         return replace(step, history=before.history)
-    if before.compaction != ASKED or not before.observation:
+    if before.compaction != REQUESTED or not before.observation:
         return step
     *earlier, last = before.observation
     if len(earlier) < len(step.observation):  # the request is the end of the last message

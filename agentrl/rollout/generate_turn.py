@@ -95,7 +95,7 @@ class _Log:
     kept: int = field(init=False)  # tokens that are written
     chunks: list[Chunk] = field(default_factory=list[Chunk])  # those that are not
     unkept: int = 0  # their tokens
-    given: tuple[int, int] = (0, 0)  # of the chunks and their tokens: the part under way
+    in_flight: tuple[int, int] = (0, 0)  # chunks, and their tokens, of the part under way
     posted: Posted | None = None  # that part
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class _Log:
 
     def write(self) -> None:
         """Give `keep` the tokens that came since the last part."""
-        before, tokens_before = self.given
+        before, tokens_before = self.in_flight
         if self.unkept == tokens_before or not self.every:
             return
         chunks = self.chunks[before:]
@@ -142,7 +142,7 @@ class _Log:
                 spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in chunks),
             )
         )
-        self.given = len(self.chunks), self.unkept
+        self.in_flight = len(self.chunks), self.unkept
 
     def _settle(self) -> None:
         """Note what came of the last part, once it is known."""
@@ -150,9 +150,9 @@ class _Log:
             return
         (_, error), self.posted = self.posted.result, None
         if error is None:
-            chunks, tokens = self.given
+            chunks, tokens = self.in_flight
             self.kept, self.unkept = self.kept + tokens, self.unkept - tokens
             del self.chunks[:chunks]
         elif not isinstance(error, DiskFull):  # after that one the next chunk tries again
             raise error
-        self.given = (0, 0)
+        self.in_flight = (0, 0)

@@ -34,22 +34,22 @@ class Snapshots:
     """Keeps snapshots of an episode's environment as they fall due. After the first one that could not be kept, no more
     are taken: its turns can still be replayed, and the policy may have caused the failure."""
 
-    __slots__ = ("_every_turns", "_given_up")
+    __slots__ = ("_every_turns", "_is_disabled")
 
     def __init__(self, settings: Rollout) -> None:
         self._every_turns = settings.snapshot_every_turns
-        self._given_up = not self._every_turns
+        self._is_disabled = not self._every_turns
 
     async def keep(self, env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal) -> None:
         """Keep a snapshot after the last answer, if one is due and the environment offers them; note why if not."""
-        if self._given_up:
+        if self._is_disabled:
             return
         if not (isinstance(env, SnapshotEnv) and env.has_snapshots):
-            self._given_up = True
+            self._is_disabled = True
         elif len(journal.turns) % self._every_turns == 0:
             # Given up for good after the first failure: each try is a call under a deadline, and an environment that
             # cannot be saved once, because it grew too large for example, most often cannot be saved later.
-            self._given_up = not await _keep_snapshot(env, calls, journal)
+            self._is_disabled = not await _keep_snapshot(env, calls, journal)
 
 
 async def _keep_snapshot(env: SnapshotEnv, calls: EnvCalls, journal: EpisodeJournal) -> bool:

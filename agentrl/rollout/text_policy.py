@@ -51,7 +51,7 @@ class TextPolicy:
         tool_format: str = DEFAULT,
     ) -> None:
         self._tool_format, self._answer = tool_format, answer
-        self._said: list[Message | Tools] = []
+        self._entries: list[Message | Tools] = []
         self._texts: dict[int, str] = {}
 
     @property
@@ -72,7 +72,7 @@ class TextPolicy:
 
     def messages(self, ids: Iterable[int]) -> list[Message]:
         """The messages among tokens, in their order."""
-        entries = (self._said[token] for token in dict.fromkeys(ids))
+        entries = (self._entries[token] for token in dict.fromkeys(ids))
         return [item for item in entries if isinstance(item, dict)]
 
     def conversation(self, trajectory: Trajectory) -> list[Message]:
@@ -84,7 +84,7 @@ class TextPolicy:
         return [*self.messages(ids), *(step.observation if step else ())]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        tools = self._said[request.token_ids[0]]
+        tools = self._entries[request.token_ids[0]]
         assert not isinstance(tools, dict), "a conversation begins with its tools"
         ids = list(dict.fromkeys(request.token_ids))
         spoken = max((place for place, token in enumerate(ids) if token in self._texts), default=-1)
@@ -107,9 +107,9 @@ class TextPolicy:
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""
 
-    def _add(self, said: Message | Tools) -> int:
-        self._said.append(said)
-        return len(self._said) - 1
+    def _add(self, entry: Message | Tools) -> int:
+        self._entries.append(entry)
+        return len(self._entries) - 1
 
 
 async def play_text(

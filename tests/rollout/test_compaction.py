@@ -68,7 +68,7 @@ async def test_the_policy_writes_notes_and_goes_on_from_them(
     assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
     assert [turn.parent for turn in episode.turns] == [None, 0, 1, None, 3]
     asks = [turn.step.compaction for turn in episode.turns if turn.step]
-    assert asks == ["", compaction.ASKED, compaction.SUMMARY, "", ""]
+    assert asks == ["", compaction.REQUESTED, compaction.SUMMARY, "", ""]
     asked = episode.turns[1].step
     assert asked is not None
     if end == "user":
