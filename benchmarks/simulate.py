@@ -14,7 +14,7 @@ import argparse
 
 from agentrl.planning.simulate.policies import Policy, parse_close, policies
 from agentrl.planning.simulate.service import Constant, parse_episodes
-from agentrl.planning.simulate.simulation import Found, SimulatedWorld
+from agentrl.planning.simulate.simulation import SimulatedWorld, SimulationResult
 from agentrl.planning.simulate.sweep import SweepCase, run_all
 
 SIZE = 8
@@ -33,9 +33,9 @@ def case(spec: str, slots: int, load: float, seed: int, policy: Policy, measured
     return SweepCase(world=world, policy=policy, seed=seed, steps=measured)
 
 
-def row(name: str, cases: list[SweepCase], lockstep: list[Found]) -> str:
+def row(name: str, cases: list[SweepCase], lockstep: list[SimulationResult]) -> str:
     """The worst of several runs, each beside the synchronous one of the same times."""
-    found = [one.found for one in run_all(cases)]
+    found = [one.result for one in run_all(cases)]
     bound, best = min(one.of_bound for one in found), min(case.best_of_bound() for case in cases)
     faster = min(one.episodes_s / other.episodes_s for one, other in zip(found, lockstep, strict=True))
     excess = max(one.tokens_discarded - one.tokens_unavoidable for one in found)
@@ -74,7 +74,7 @@ def main() -> None:
                 times = [(load, seed) for load in chosen.loads for seed in chosen.seeds]
                 cases = [case(spec, slots, load, seed, policy, chosen.measured) for load, seed in times]
                 if not text:
-                    lockstep = [one.found for one in run_all(cases)]
+                    lockstep = [one.result for one in run_all(cases)]
                     continue
                 print(row(f"{spec} | {slots:,} | {close[0]}", cases, lockstep), flush=True)
 

@@ -84,7 +84,7 @@ def demo(
     print(f"{run.summary}: {run.file}", flush=True)
     config = configuration.load(run.file, [*run.settings, *(settings or [])])
     trainer = Trainer(config=config, out=out, overwrite=overwrite)
-    with beside(out, wanted=page):
+    with beside(out, serves=page):
         summary = trainer.train(LiveView())
     report.show(tables.console(), out, summary)
     for row in run.rows:

@@ -94,7 +94,7 @@ _STATE = Annotated[Path, typer.Option(help="The folder of a training server's ca
 
 def _log_as(form: Literal["text", "json"], process: str) -> None:
     os.environ[json_log.VARIABLE] = form
-    if json_log.wanted():
+    if json_log.is_on():
         json_log.divert(process)
 
 
@@ -123,8 +123,8 @@ def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
     raise SystemExit(code)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"agentrl {version('agentrl')}")
@@ -180,7 +180,7 @@ def train(
         raise SystemExit(keep_training(words, file, settings, out, resume))
     if resume is not None:
         path = resume
-        with beside(path, wanted=page):
+        with beside(path, serves=page):
             summary = Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
         assert file is not None
@@ -192,9 +192,9 @@ def train(
             folder = path.with_name(f"{path.name}-model")
             typed = settings or []
             config = tiny_run.shrunk(config, folder, typed) if tiny else tiny_run.on_cpu(config, typed)
-        with beside(path, wanted=page):
+        with beside(path, serves=page):
             summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
-    if json_log.wanted():
+    if json_log.is_on():
         with json_log.about(run=str(path), summary=summary):
             json_log.tell("the run is trained")
     else:
@@ -257,14 +257,23 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
         return "-" if value is None else f"{value:.{digits}f}"
 
     table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
-    for r in results:
-        interval = f" [{r.pass_at['1']['low']:.2f}, {r.pass_at['1']['high']:.2f}]" if r.pass_at else ""
-        means = number(r.success, 3) + interval, number(r.outcome, 3), number(r.turns, 2), number(r.tokens, 1)
-        table.add_row(r.name, str(r.n), *means, str(r.failed))
+    for evaluation in results:
+        interval = (
+            f" [{evaluation.pass_at['1']['low']:.2f}, {evaluation.pass_at['1']['high']:.2f}]"
+            if evaluation.pass_at
+            else ""
+        )
+        means = (
+            number(evaluation.success, 3) + interval,
+            number(evaluation.outcome, 3),
+            number(evaluation.turns, 2),
+            number(evaluation.tokens, 1),
+        )
+        table.add_row(evaluation.name, str(evaluation.n), *means, str(evaluation.failed))
     tables.console().print(table)
-    for r in results:
-        if more := [format_pass(k, estimate) for k, estimate in r.pass_at.items() if k != "1"]:
-            print(f"{r.name}: {', '.join(more)}")
+    for evaluation in results:
+        if more := [format_pass(k, estimate) for k, estimate in evaluation.pass_at.items() if k != "1"]:
+            print(f"{evaluation.name}: {', '.join(more)}")
     if rows := [row for result in results for row in result.failed_tasks]:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
         where = "--out FOLDER keeps the episodes and the logs" if out is None else f"agentrl logs {out} worker-0"
@@ -415,18 +424,18 @@ def validate(
         raise SystemExit(1)
 
 
-def _show_validation(found: Validation, drop: Path | None, dropped: int | None) -> None:
+def _show_validation(validation: Validation, drop: Path | None, dropped: int | None) -> None:
     table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
-    for tally in found.tallies:
+    for tally in validation.tallies:
         missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
     console = tables.console()
-    if found.tallies:
+    if validation.tallies:
         console.print(table)
-    if found.tests:
-        console.print(f"test ids: {found.absent} of {found.tests} are not in the log of the gold patch")
-    for kind, faults in (("no task", found.bad), ("failed", found.failed), ("missed", found.missed)):
+    if validation.tests:
+        console.print(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
+    for kind, faults in (("no task", validation.bad), ("failed", validation.failed), ("missed", validation.missed)):
         for fault in faults[:20]:
             name = "" if fault.task in fault.reason else f"{fault.task}: "
             console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)

@@ -152,7 +152,10 @@ def _table(again: Retrained) -> Table:
         if not name.startswith(("seconds.", "use.")):
             recorded = was.get(name)
             table.add_row(
-                name, _said(recorded), _said(value), "" if again.recorded is None or recorded == value else "differs"
+                name,
+                _format_value(recorded),
+                _format_value(value),
+                "" if again.recorded is None or recorded == value else "differs",
             )
     return table
 
@@ -183,7 +186,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.6g}"
     return "-" if value is None else str(value)

@@ -53,7 +53,7 @@ def plan(
     if chosen:
         values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
         console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)
-    for line in _said(planned, work, price):
+    for line in _describe(planned, work, price):
         console.print(line, markup=False, highlight=False)
     console.print(_table(planned))
     if planned.best is None:
@@ -62,25 +62,27 @@ def plan(
         raise SystemExit(1)
 
 
-def _said(found: Plan, work: Work, price: float | None) -> list[str]:
+def _describe(planned: Plan, work: Work, price: float | None) -> list[str]:
     parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
-    sizes = ", ".join(f"{name} {getattr(found.held, name) / 1e9:.2f}" for name in parts)
-    host = f" In host memory wait {found.held.host / 1e9:.2f} GB of the optimizer." if found.held.host else ""
-    learners = 1 if found.best is None else found.best.learners
+    sizes = ", ".join(f"{name} {getattr(planned.held, name) / 1e9:.2f}" for name in parts)
+    host = f" In host memory wait {planned.held.host / 1e9:.2f} GB of the optimizer." if planned.held.host else ""
+    learners = 1 if planned.best is None else planned.best.learners
     each = (
         ""
-        if found.best is None or learners < 2
-        else (f" Divided over the {learners} GPUs of the best way, each holds {found.best.learner_bytes / 1e9:.2f} GB.")
+        if planned.best is None or learners < 2
+        else (
+            f" Divided over the {learners} GPUs of the best way, each holds {planned.best.learner_bytes / 1e9:.2f} GB."
+        )
     )
     lines = [
-        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}."
+        f"A learner on one GPU of {planned.gpu.memory_gb:g} GB holds {planned.held.total / 1e9:.2f} GB: {sizes}."
         f"{host}{each}",
         f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
-        f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
-        f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
+        f"group shares; {work.mfu:.0%} of {planned.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
+        f"{planned.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
         "is skipped for want of signal.",
     ]
-    best = found.best
+    best = planned.best
     if best is None:
         return [*lines, "It does not fit."]
     if best.host_bytes:
@@ -90,17 +92,17 @@ def _said(found: Plan, work: Work, price: float | None) -> list[str]:
             f"memory, and a step spends {best.swap_s:.3g} s on bringing one and the other there."
         )
     room_mb = int(best.cache_room) >> 20
-    if best.at_once < found.max_running and room_mb > 1.1 * found.cache_mb:
+    if best.at_once < planned.max_running and room_mb > 1.1 * planned.cache_mb:
         lines.append(
-            f"Keys and values of {best.at_once} episodes at once, of rollout.max_running = {found.max_running}, fill "
-            f"engine.kv_cache_mb = {found.cache_mb}: there is room for --set engine.kv_cache_mb={room_mb}"
+            f"Keys and values of {best.at_once} episodes at once, of rollout.max_running = {planned.max_running}, fill "
+            f"engine.kv_cache_mb = {planned.cache_mb}: there is room for --set engine.kv_cache_mb={room_mb}"
         )
-    hours = found.n * best.step_s * 1000 / 3600
+    hours = planned.n * best.step_s * 1000 / 3600
     cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"
     return [
         *lines,
         f"Best: {_name(best.engines, best.learners)}, {best.step_s:.3g} s a step, "
-        f"{found.tokens_per_step / best.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best.max_lag}; 1,000 steps "
+        f"{planned.tokens_per_step / best.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best.max_lag}; 1,000 steps "
         f"take {hours:.3g} GPU hours{cost}.",
     ]
 
@@ -109,11 +111,11 @@ def _name(engines: int, learners: int) -> str:
     return f"{engines} for engines, {learners} for the learner" if engines else "one GPU for both"
 
 
-def _table(found: Plan) -> Table:
+def _table(planned: Plan) -> Table:
     table = Table("engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s")
     for name in ("sampled tokens/s", "max_lag"):
         table.add_column(name)
-    for split in found.splits:
+    for split in planned.splits:
         table.add_row(
             f"{split.engines} + {split.learners}"
             if split.engines
@@ -125,7 +127,7 @@ def _table(found: Plan) -> Table:
             f"{split.engine_bytes / 1e9:.1f}",
             str(split.at_once),
             *(
-                (f"{split.learner_s:.3g}", f"{split.engine_s:.3g}", f"{found.tokens_per_step / split.step_s:,.0f}")
+                (f"{split.learner_s:.3g}", f"{split.engine_s:.3g}", f"{planned.tokens_per_step / split.step_s:,.0f}")
                 if split.fits
                 else ("-", "-", "-")
             ),
@@ -176,7 +178,7 @@ def simulate(
     if measured is not None:
         # The measured number beside the simulated one: whoever reads the table has to see how far the model is from the
         # run it was fitted to.
-        simulated_idle = next(row.found.idle for row in rows if row.case.present)
+        simulated_idle = next(row.result.idle for row in rows if row.case.present)
         console.print(
             f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {simulated_idle:.1%}."
         )

@@ -10,11 +10,11 @@ import typer
 from agentrl.notices import STRICT_VARIABLE
 
 
-def _tell_processes(wanted: bool) -> bool:
+def _pass_to_processes(strict: bool) -> bool:
     """Processes of a run read the variable, too."""
-    if wanted:
+    if strict:
         os.environ[STRICT_VARIABLE] = "1"
-    return wanted
+    return strict
 
 
 Strict = Annotated[
@@ -22,7 +22,7 @@ Strict = Annotated[
     typer.Option(
         "--strict",
         envvar=STRICT_VARIABLE,
-        callback=_tell_processes,
+        callback=_pass_to_processes,
         help="Refuse input that holds something unused, in the place of naming it",
     ),
 ]

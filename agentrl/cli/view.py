@@ -90,10 +90,10 @@ def _write_bundle(places: list[Path], out: Path, most: int) -> None:
 
 
 @contextmanager
-def beside(run: Path, *, wanted: bool) -> Generator[None]:
+def beside(run: Path, *, serves: bool) -> Generator[None]:
     """Serve a run's page and print its address while the block trains the run; do nothing if its user declined the
     page."""
-    if not wanted:
+    if not serves:
         yield
         return
     from agentrl.view.page_server import served

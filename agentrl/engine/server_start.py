@@ -81,7 +81,7 @@ async def server_process(
     command = [str(python), *argv]
     with log.open("ab") as output:
         process = await trio.lowlevel.open_process(
-            json_log.wrapped(command, "engine") if json_log.wanted() else command,
+            json_log.wrapped(command, "engine") if json_log.is_on() else command,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=output,

@@ -34,7 +34,7 @@ _objects: int | None = None  # where objects of this process go
 _process = ""  # its name
 
 
-def wanted() -> bool:
+def is_on() -> bool:
     """Whether this process and those that it starts write their logs as JSON."""
     return os.environ.get(VARIABLE) == "json"
 

@@ -112,8 +112,8 @@ def gpus_of(config: RunConfig) -> int:
     return max((len(engine_gpus) for engine_gpus in config.engine.gpus), default=max(1, config.cluster.engine.gpus))
 
 
-def _count(given: Mapping[str, Any], name: str) -> int:
-    value = given.get(name, 1)
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    value = settings.get(name, 1)
     return value if type(value) is int and value > 0 else 1
 
 
@@ -159,19 +159,19 @@ GPUS: Final = {
 """By name; `gpu_of` takes others as numbers, and a program may add its own."""
 
 
-def gpu_of(said: str) -> Gpu:
+def gpu_of(description: str) -> Gpu:
     """The GPU of a name, or of "name,TFLOP/s,GB,GB/s": dense bfloat16, memory, its bandwidth. Raises UsageError."""
-    if said in GPUS:
-        return GPUS[said]
-    _, *numbers = said.split(",")
+    if description in GPUS:
+        return GPUS[description]
+    _, *numbers = description.split(",")
     try:
         tflops, memory_gb, gb_per_s = map(float, numbers)
     except ValueError:
         tflops = memory_gb = gb_per_s = math.nan
     # Written so that NaN, which compares with nothing, is refused as well.
     if not all(0 < number < math.inf for number in (tflops, memory_gb, gb_per_s)):
-        mend = f"give one of {', '.join(GPUS)}, or name,TFLOP/s,GB,GB/s as mine,312,80,2039"
-        raise UsageError(f"--gpu {said!r}: {mend}")
+        hint = f"give one of {', '.join(GPUS)}, or name,TFLOP/s,GB,GB/s as mine,312,80,2039"
+        raise UsageError(f"--gpu {description!r}: {hint}")
     return Gpu(memory_gb=memory_gb, tflops=tflops, gb_per_s=gb_per_s, bus_gb_per_s=32)
 
 

@@ -17,7 +17,7 @@ from agentrl.config import RunConfig, parse
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.tasks import Seeds
 from agentrl.planning.simulate.measured import MeasuredRun, measure, start_up_steps
-from agentrl.planning.simulate.simulation import Found
+from agentrl.planning.simulate.simulation import SimulationResult
 from agentrl.planning.simulate.sweep import Wishes, plan
 from agentrl.records import Group, Task, Trajectory
 from agentrl.rollout import turn_sampler
@@ -176,7 +176,7 @@ async def play(folder: Path, run: RunConfig) -> Played:
     return played
 
 
-def simulated(run: RunConfig, measured: MeasuredRun) -> Found:
+def simulated(run: RunConfig, measured: MeasuredRun) -> SimulationResult:
     [own] = [case for case in plan(run, Wishes(), measured) if case.present]
     return own.run()
 

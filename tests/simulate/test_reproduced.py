@@ -16,8 +16,8 @@ from agentrl.planning.simulate.sweep import SweepRow, not_reproduced
 def test_an_idle_share_that_is_further_than_a_tenth_of_the_time_from_the_runs_own_is_said(
     simulated: float, measured: float, says: bool
 ) -> None:
-    own = SimpleNamespace(case=SimpleNamespace(present=True), found=SimpleNamespace(idle=simulated))
-    other = SimpleNamespace(case=SimpleNamespace(present=False), found=SimpleNamespace(idle=measured))
+    own = SimpleNamespace(case=SimpleNamespace(present=True), result=SimpleNamespace(idle=simulated))
+    other = SimpleNamespace(case=SimpleNamespace(present=False), result=SimpleNamespace(idle=measured))
     line = not_reproduced(cast("list[SweepRow]", [other, own]), measured)
     assert bool(line) == says
     assert not says or ("does not reproduce its run" in line and f"{measured:.0%}" in line and "No advice" in line)

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.planning.simulate.policies import Policy, parse_close, policies
 from agentrl.planning.simulate.service import Constant, Play, parse_episodes
-from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
+from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation, SimulationResult
 from agentrl.store import FULL, ClosePolicy, Quorum
 
 SIZE = 8
@@ -28,7 +28,7 @@ def world(spec: str, slots: int, *, step_s: float, groups: int | None = None) ->
     )
 
 
-def run(where: SimulatedWorld, policy: Policy, *, steps: int = 40, seed: int = 1) -> Found:
+def run(where: SimulatedWorld, policy: Policy, *, steps: int = 40, seed: int = 1) -> SimulationResult:
     return Simulation(where, policy, steps=steps, start_up=policy.max_lag + 4, seed=seed).run()
 
 
@@ -171,7 +171,7 @@ def test_patience_bounds_what_waiting_costs() -> None:
     assert found.longest.episodes < 1.0
 
 
-def promised(found: Found) -> None:
+def promised(found: SimulationResult) -> None:
     """Nothing is thrown away that a schedule could save, and no length is favoured."""
     assert found.tokens_discarded <= found.tokens_unavoidable + 0.01
     assert found.episodes_discarded <= 0.001

@@ -93,7 +93,7 @@ class _Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class IndependentEpisodes:
     """Episodes that sample tokens from start to end and take independent times, cut at `deadline_s`."""
 
     draw: Draw
@@ -170,13 +170,13 @@ class MeasuredSteps:
 _FORMS = "lognormal:SIGMA[:MEAN_S], pareto:ALPHA[:MEAN_S], constant:MEAN_S, or a product such as lognormal:1*pareto:1.5"
 
 
-def parse_episodes(text: str, *, deadline_s: float = math.inf) -> Given:
+def parse_episodes(text: str, *, deadline_s: float = math.inf) -> IndependentEpisodes:
     """Episodes that take `text`'s distribution of seconds; the mean is 1 s by default. A product is that of independent
     factors, such as two roles' tails. Raises UsageError."""
     factors = [_factor(part.strip(), text) for part in text.split("*")]
     draws = tuple(draw for draw, _ in factors)
     mean_s = math.prod(mean for _, mean in factors)
-    return Given(draws[0] if len(draws) == 1 else _Product(draws), mean_s, deadline_s)
+    return IndependentEpisodes(draws[0] if len(draws) == 1 else _Product(draws), mean_s, deadline_s)
 
 
 def _factor(part: str, whole: str) -> tuple[Draw, float]:

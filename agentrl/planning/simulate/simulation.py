@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SimulationResult:
     """Result of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
 
     Throughput and idle share are of the steps after the start-up. All else is of the groups that were admitted for
@@ -161,7 +161,7 @@ class Simulation:
         self._cohort = range(first + 1, max(first + 2, (steps - policy.max_lag - 1) * world.groups_per_step + 1))
         self._sums = _Tally()
 
-    def run(self) -> Found:
+    def run(self) -> SimulationResult:
         """Play until the last step has ended."""
         self._fill()
         while self._step < self._steps or self._busy:
@@ -184,7 +184,7 @@ class Simulation:
                 self._take()
                 if self._buffer.skipped:  # others take their place
                     self._fill()
-        return self._found()
+        return self._result()
 
     def _at(self, time_s: float, what: SimulatedMember | str) -> None:
         self._order += 1
@@ -407,7 +407,7 @@ class Simulation:
                 self._note_skipped()
                 self._note_taken(taken or ())
 
-    def _found(self) -> Found:
+    def _result(self) -> SimulationResult:
         seconds, steps, sums = self._now - self._measured_from, self._steps - self._start_up, self._sums
         world = self._world
         step_s = self._busy_s / steps + world.between_s
@@ -418,7 +418,7 @@ class Simulation:
         held_s = 0.0 if self._patience is None else self._patience.held_s - self._held_before_s
         lengths = sorted(sums.members.values())
         quarters = [_share(lengths[place * len(lengths) // 4 : (place + 1) * len(lengths) // 4]) for place in range(4)]
-        return Found(
+        return SimulationResult(
             seconds=seconds,
             episodes_s=trained,
             # What slots play at most, and what steps take at most: no schedule exceeds the smaller one.

@@ -29,7 +29,7 @@ from agentrl.errors import UsageError
 from agentrl.planning.simulate.measured import START_UP, MeasuredRun
 from agentrl.planning.simulate.policies import Policy, parse_close, policies
 from agentrl.planning.simulate.service import Constant, Episodes, Play, parse_episodes
-from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
+from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation, SimulationResult
 
 
 def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: int, seed: int = 0) -> float:
@@ -102,7 +102,7 @@ class SweepCase:
         """Episodes, about."""
         return (self.start_up + self.measured_steps) * self.world.groups_per_step * self.world.group_size
 
-    def run(self) -> Found:
+    def run(self) -> SimulationResult:
         return Simulation(self.world, self.policy, steps=self._steps, start_up=self.start_up, seed=self.seed).run()
 
     def best_of_bound(self) -> float:
@@ -121,7 +121,7 @@ class SweepRow:
     """A case and what it gave."""
 
     case: SweepCase
-    found: Found
+    result: SimulationResult
 
     def document(self) -> dict[str, Any]:
         """Return the row as a JSON document."""
@@ -136,8 +136,8 @@ class SweepRow:
             "present": self.case.present,
             "seed": self.case.seed,
             "steps": self.case.measured_steps,
-            "of_bound": self.found.of_bound,
-            **asdict(self.found),
+            "of_bound": self.result.of_bound,
+            **asdict(self.result),
         }
 
 
@@ -176,7 +176,7 @@ def table(rows: Sequence[SweepRow]) -> Table:
     ):
         rich_table.add_column(name, justify="right")
     for row in rows:
-        result, policy = row.found, row.case.policy
+        result, policy = row.result, row.case.policy
         rich_table.add_row(
             *([row.case.split] if split else []),
             str(row.case.world.slots),
@@ -200,7 +200,7 @@ _REPRODUCED = 0.1  # of the time: a simulation that is further from the run's ow
 def not_reproduced(rows: Sequence[SweepRow], idle: float) -> str:
     """Why these simulations of a run say nothing of it: under the run's own settings the learner is idle for another
     share of the time than it was (`idle`). "" if they do."""
-    simulated_idle = next((row.found.idle for row in rows if row.case.present), None)
+    simulated_idle = next((row.result.idle for row in rows if row.case.present), None)
     # A model of a run that does not give the run's own figures is no model of it. Silence about that would sell the
     # other rows as a forecast.
     if simulated_idle is None or abs(simulated_idle - idle) <= _REPRODUCED:
@@ -220,16 +220,18 @@ def advice(rows: Sequence[SweepRow]) -> str:
         return ""
     # Rows with more slots train more because they have more engines, which is no advice about a setting.
     candidates = [row for row in rows if row.case.split or row.case.world == present.case.world]
-    most = max(row.found.useful for row in candidates)
-    good = [row for row in candidates if row.found.useful >= (1 - _AS_GOOD) * most]
+    most = max(row.result.useful for row in candidates)
+    good = [row for row in candidates if row.result.useful >= (1 - _AS_GOOD) * most]
     # Among equals the freshest data, since staleness costs learning that no simulation of times can see.
-    best = min(good, key=lambda row: (row.case.policy.max_lag, round(row.found.tokens_discarded, 3), -row.found.useful))
-    if best.found.useful <= (1 + _AS_GOOD) * present.found.useful:
-        least = f"{present.found.idle:.0%} idle, {present.found.tokens_discarded:.0%} of the tokens dropped"
+    best = min(
+        good, key=lambda row: (row.case.policy.max_lag, round(row.result.tokens_discarded, 3), -row.result.useful)
+    )
+    if best.result.useful <= (1 + _AS_GOOD) * present.result.useful:
+        least = f"{present.result.idle:.0%} idle, {present.result.tokens_discarded:.0%} of the tokens dropped"
         return (
             f"Leave it as it is: no row trains over {_AS_GOOD:.0%} more tokens a second than your settings ({least})."
         )
-    was, now = present.found, best.found
+    was, now = present.result, best.result
     where = f"GPUs split {best.case.split} (engines + learner), " if best.case.split else ""
     policy = best.case.policy
     closing = "groups that wait for all members" if policy.name == "full" else f"a quorum of {policy.name}"

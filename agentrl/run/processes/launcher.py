@@ -51,7 +51,7 @@ class ChildCommand:
     beat: Path | None = None
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
     withheld: Withheld = NOTHING
-    json: bool = field(default_factory=json_log.wanted)
+    json: bool = field(default_factory=json_log.is_on)
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the child's environment besides the launcher's own. With `PYTHONPATH` the child

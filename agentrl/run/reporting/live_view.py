@@ -279,7 +279,7 @@ def one_line(text: str, *, cut: bool = False) -> str:
     """A text as one line without control characters; `cut`, with an ellipsis, at $COLUMNS columns if that is set: a
     pager or a pane of logs that wraps lines hides where one begins. JSON is never cut."""
     columns, line = os.environ.get("COLUMNS", ""), Text(printable(text))
-    if columns.isascii() and columns.isdecimal() and int(columns) and cut and not json_log.wanted():
+    if columns.isascii() and columns.isdecimal() and int(columns) and cut and not json_log.is_on():
         line.truncate(int(columns), overflow="ellipsis")
     return line.plain
 
