@@ -87,8 +87,8 @@ class HttpFetch(SchemaChecked):
         shown = text_result(text, self._output_bytes, is_error=response.is_error, truncated=was_cut)
         if not response.is_error:
             return shown
-        said = f"HTTP {response.status_code} from {url}\n{shown.content}"
-        return ToolResult(content=said, is_error=True, truncated=shown.truncated)
+        message = f"HTTP {response.status_code} from {url}\n{shown.content}"
+        return ToolResult(content=message, is_error=True, truncated=shown.truncated)
 
     async def _body(self, url: str, response: httpx.Response) -> bytes:
         """The bytes of a page, unpacked, up to one past the bound. Raises ToolError for another packing."""

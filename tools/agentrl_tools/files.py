@@ -71,9 +71,9 @@ class ListFiles(SchemaChecked):
         if result.exit_code != 0 and not result.stdout:
             raise ToolError(readable(result.stderr).strip() or f"find ended with {result.exit_code}")
         lines = readable(result.stdout).splitlines()
-        found = sorted(posixpath.normpath(line) for line in lines[: self._output_bytes])  # more are never shown
+        paths = sorted(posixpath.normpath(line) for line in lines[: self._output_bytes])  # more are never shown
         more = result.truncated or len(lines) > self._output_bytes
-        return text_result("\n".join(found) or "no file", self._output_bytes, truncated=more)
+        return text_result("\n".join(paths) or "no file", self._output_bytes, truncated=more)
 
 
 class ReadFile(SchemaChecked):
@@ -93,17 +93,17 @@ class ReadFile(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
-        given = self.checked(arguments)
-        data = await self._sandbox.read(given["path"], most_bytes=MOST_BYTES)
-        return await trio.to_thread.run_sync(self._shown, data, given)
+        checked = self.checked(arguments)
+        data = await self._sandbox.read(checked["path"], most_bytes=MOST_BYTES)
+        return await trio.to_thread.run_sync(self._shown, data, checked)
 
-    def _shown(self, data: bytes, given: Mapping[str, Json]) -> ToolResult:
+    def _shown(self, data: bytes, checked: Mapping[str, Json]) -> ToolResult:
         lines = readable(data).split("\n")
         if lines[-1] == "":
             lines.pop()
-        first, last = given.get("first", 1), min(given.get("last", len(lines)), len(lines))
+        first, last = checked.get("first", 1), min(checked.get("last", len(lines)), len(lines))
         if lines and first > len(lines):
-            raise ToolError(f"{given['path']} has {len(lines)} lines: there is no line {first}")
+            raise ToolError(f"{checked['path']} has {len(lines)} lines: there is no line {first}")
         numbers: Sequence[int] = range(first, last + 1)
         if more := len(numbers) > self._output_bytes:  # each takes three bytes: those in the middle are never shown
             numbers = [*numbers[: self._output_bytes // 2], *numbers[-(self._output_bytes // 2) :]]
@@ -121,10 +121,10 @@ class WriteFile(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
-        given = self.checked(arguments)
-        data = _bytes(given["content"])
-        await self._sandbox.write(given["path"], data)
-        return ToolResult(content=f"wrote {len(data)} bytes to {given['path']}")
+        checked = self.checked(arguments)
+        data = _bytes(checked["content"])
+        await self._sandbox.write(checked["path"], data)
+        return ToolResult(content=f"wrote {len(data)} bytes to {checked['path']}")
 
 
 class ReplaceText(SchemaChecked):
@@ -141,14 +141,14 @@ class ReplaceText(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
-        given = self.checked(arguments)
-        path, old = given["path"], _bytes(given["old"])
+        checked = self.checked(arguments)
+        path, old = checked["path"], _bytes(checked["old"])
         data = await self._sandbox.read(path, most_bytes=MOST_BYTES)
         count = data.count(old)
         if count != 1:
             hint = "look at the file again" if count == 0 else "give more of what stands around it"
             raise ToolError(f"the text to replace occurs {count} times in {path}: {hint}")
-        await self._sandbox.write(path, data.replace(old, _bytes(given["new"])))
+        await self._sandbox.write(path, data.replace(old, _bytes(checked["new"])))
         return ToolResult(content=f"replaced in {path}")
 
 

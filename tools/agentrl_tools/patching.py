@@ -94,9 +94,9 @@ def _names_files(lines: list[str], at: int) -> bool:
 
 def _parse_git(lines: list[str], at: int, patches: list[FilePatch]) -> int:
     """A header of git: what it says beside the names in `---` and `+++`, which may be missing."""
-    began, said = at, dict[str, str]()
-    while (at := at + 1) < len(lines) and (found := _GIT.match(lines[at])) is not None:
-        said[found[1]] = found[2].strip()
+    began, headers = at, dict[str, str]()
+    while (at := at + 1) < len(lines) and (match := _GIT.match(lines[at])) is not None:
+        headers[match[1]] = match[2].strip()
     if at < len(lines) and _names_files(lines, at):
         patch = FilePatch(_name(lines[at][4:]), _name(lines[at + 1][4:]))
         at += 2
@@ -104,18 +104,22 @@ def _parse_git(lines: list[str], at: int, patches: list[FilePatch]) -> int:
         raise ToolError(
             f"line {at + 1} of the patch is of a binary file, which it cannot change: {lines[began][11:200]}"
         )
-    elif not said and not (at < len(lines) and lines[at].startswith("@@")):
+    elif not headers and not (at < len(lines) and lines[at].startswith("@@")):
         return at
     else:
         same = _same_name(lines[began][11:].rstrip("\r"))
         patch = FilePatch(
-            None if "new file mode" in said else _unquoted(said.get("rename from", said.get("copy from", same))),
-            None if "deleted file mode" in said else _unquoted(said.get("rename to", said.get("copy to", same))),
+            None
+            if "new file mode" in headers
+            else _unquoted(headers.get("rename from", headers.get("copy from", same))),
+            None
+            if "deleted file mode" in headers
+            else _unquoted(headers.get("rename to", headers.get("copy to", same))),
         )
         if "" in (patch.old, patch.new):
             raise ToolError(f"line {began + 1} of the patch names no file: write --- and +++ lines below it")
-    patch.copies = "copy to" in said
-    mode = said.get("new mode", said.get("new file mode"))
+    patch.copies = "copy to" in headers
+    mode = headers.get("new mode", headers.get("new file mode"))
     if mode is not None and not mode.startswith("100"):
         raise ToolError(
             f"line {began + 1} of the patch makes a file of mode {mode[:10]}: only 100644 and 100755 are known"
@@ -140,15 +144,15 @@ def ends_mail(lines: Sequence[str], at: int) -> bool:
 
 
 def _parse_hunk(lines: list[str], at: int, patches: list[FilePatch]) -> int:
-    found = _HUNK.match(lines[at])
-    if found is None:
+    match = _HUNK.match(lines[at])
+    if match is None:
         hint = "write the lines' numbers, as in '@@ -12,3 +12,4 @@' (nearly right is enough)"
         raise ToolError(f"line {at + 1} of the patch is no header of a hunk: {lines[at][:80]!r}; {hint}")
     if not patches:
         raise ToolError(f"line {at + 1} of the patch is a hunk of no file: write --- and +++ lines before it")
-    if len(found[1]) > _DIGITS:
-        raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(found[1])} digits")
-    hunk, last = Hunk(int(found[1])), ""
+    if len(match[1]) > _DIGITS:
+        raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(match[1])} digits")
+    hunk, last = Hunk(int(match[1])), ""
     patches[-1].hunks.append(hunk)
     while (at := at + 1) < len(lines):
         line = lines[at]

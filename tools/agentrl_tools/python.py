@@ -138,8 +138,8 @@ class Python(SchemaChecked):
             text = f"[the session ended, or took more than {self._limit_s:g} s; it was restarted and is empty]"
             return ToolResult(content=text, is_error=True)
         try:
-            said = json.loads(reply)
-            output, failed, was_cut = base64.b64decode(said["output"]), bool(said["failed"]), bool(said["cut"])
+            answer = json.loads(reply)
+            output, failed, was_cut = base64.b64decode(answer["output"]), bool(answer["failed"]), bool(answer["cut"])
         except (ValueError, KeyError, TypeError, RecursionError):  # the code wrote on the session's own line
             return ToolResult(content="[the session gave no readable answer]", is_error=True)
         text = readable(output).rstrip("\n") or "[no output]"

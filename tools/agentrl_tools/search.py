@@ -34,20 +34,20 @@ class Search(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""
-        given = self.checked(arguments)
-        place = given.get("path") or "."
+        checked = self.checked(arguments)
+        place = checked.get("path") or "."
         match = [
             "-nHIE",
             "-m",
             str(self._matches),
-            *(["-i"] if given.get("ignore_case") else []),
+            *(["-i"] if checked.get("ignore_case") else []),
             "-e",
-            given["pattern"],
+            checked["pattern"],
         ]
         command = ["grep", "-r", *match, "--", place]
-        if "glob" in given:  # and not --include, which busybox lacks
+        if "glob" in checked:  # and not --include, which busybox lacks
             place = place if place.startswith("/") else f"./{place}"
-            command = ["find", place, "-type", "f", "-name", given["glob"], "-exec", "grep", *match, "--", "{}", "+"]
+            command = ["find", place, "-type", "f", "-name", checked["glob"], "-exec", "grep", *match, "--", "{}", "+"]
         result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
         if result.timed_out:
             raise ToolError(f"the search was ended after {self.timeout_s:g} s: narrow it")
@@ -55,9 +55,9 @@ class Search(SchemaChecked):
         if not result.stdout and (result.exit_code > 1 or (result.exit_code and complaint)):
             raise ToolError(complaint or f"grep ended with {result.exit_code}")
         lines = readable(result.stdout).splitlines()
-        found = "\n".join(_short(line) for line in lines[: self._output_bytes])  # more are never shown
+        text = "\n".join(_short(line) for line in lines[: self._output_bytes])  # more are never shown
         more = result.truncated or len(lines) > self._output_bytes
-        return text_result(found or "no match", self._output_bytes, truncated=more)
+        return text_result(text or "no match", self._output_bytes, truncated=more)
 
 
 def _short(line: str) -> str:

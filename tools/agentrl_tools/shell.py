@@ -24,7 +24,7 @@ class Shell(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, SandboxError."""
-        given = self.checked(arguments)
-        limit_s = float(given.get("timeout", self._limit_s))
-        result = await self._sandbox.exec(["sh", "-c", given["command"]], timeout_s=limit_s)
+        checked = self.checked(arguments)
+        limit_s = float(checked.get("timeout", self._limit_s))
+        result = await self._sandbox.exec(["sh", "-c", checked["command"]], timeout_s=limit_s)
         return command_result(result, self._output_bytes, limit_s)
