@@ -68,7 +68,7 @@ class PotentialDelta:
 
 
 class TestDelta(PotentialDelta):
-    """The potential is the share of `wanted` tests that pass; the tests are ours, whatever stands in the box."""
+    """The potential is the share of `required` tests that pass; the tests are ours, whatever stands in the box."""
 
     __test__ = False  # no test class, whatever pytest thinks of its name
 
@@ -77,7 +77,7 @@ class TestDelta(PotentialDelta):
         judge: SourceJudge,
         artifacts: Sequence[str],
         tests: Mapping[str, bytes],
-        wanted: Sequence[str],
+        required: Sequence[str],
         *,
         gamma: float = 1.0,
         weight: float = 1.0,
@@ -86,7 +86,7 @@ class TestDelta(PotentialDelta):
 
         async def share(copy: Sandbox) -> float:
             verdicts = await judge.run(await carried(copy, artifacts), tests)
-            return len(verdicts.passed.intersection(wanted)) / len(wanted)
+            return len(verdicts.passed.intersection(required)) / len(required)
 
         super().__init__(share, gamma=gamma, weight=weight)
 

@@ -69,7 +69,7 @@ def test_every_task_has_what_it_needs() -> None:
         assert {*task.fails, *task.passes} == set(load(entry.repository).test_ids)
         assert task.broken != task.gold and task.broken.keys() == task.gold.keys()
         feature = entry.breakage.kind == "feature"
-        assert bool(task.shown_failing) != feature and bool(entry.breakage.wanted) == feature
+        assert bool(task.shown_failing) != feature and bool(entry.breakage.signature) == feature
         assert any(test not in task.hidden for test in task.passes)
 
 
@@ -130,7 +130,7 @@ def test_breakages_are_the_ones_that_a_reader_would_list() -> None:
     (stub,) = [found for found in stubs({"m.py": SOURCE}) if found.subject == "C.g"]
     assert applied({"m.py": SOURCE}, stub.edits)["m.py"].endswith('"""Go."""\n        raise NotImplementedError\n')
     (feature,) = [found for found in features({"m.py": SOURCE}) if found.subject == "f"]
-    assert feature.wanted == 'def f(a, b=2):\n    """Say something."""'
+    assert feature.signature == 'def f(a, b=2):\n    """Say something."""'
     assert "def f" not in applied({"m.py": SOURCE}, feature.edits)["m.py"]
     assert "f" not in {found.subject for found in features({"m.py": SOURCE, "n.py": "from m import f\n"})}
 
@@ -209,7 +209,7 @@ async def test_a_feature_is_described_and_its_tests_are_hidden() -> None:
     task = make_task(seed, "train", "hard")
     async with mending(seed, level="hard") as (env, opening):
         assert f"Add {task.breakage.subject} to {task.breakage.edits[0].path}" in opening
-        assert task.breakage.wanted in opening
+        assert task.breakage.signature in opening
         observation, *_ = await env.astep(env.call("run_tests"))
         assert content(observation).startswith("OK\n")  # nothing that is visible misses it
         *_, info = await env.astep(env.call("submit"))

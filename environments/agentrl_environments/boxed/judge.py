@@ -116,9 +116,9 @@ class Court:
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Raises the suspect's exception, Gone, ProtocolError."""
-        return self._asked([verb, *(encode(argument, self._export) for argument in arguments)])
+        return self._exchange([verb, *(encode(argument, self._export) for argument in arguments)])
 
-    def _asked(self, request: list[Any]) -> Any:
+    def _exchange(self, request: list[Any]) -> Any:
         answer = self._channel.ask(request)
         if type(answer) is not dict or len(answer) != 1:
             raise ProtocolError("no answer")
@@ -142,7 +142,7 @@ class Court:
         return RemoteModule(spec.name)
 
     def exec_module(self, module: RemoteModule) -> None:
-        module._remote = self._asked(["import", module.__name__])
+        module._remote = self._exchange(["import", module.__name__])
 
     # --- objects of either side
 

@@ -21,21 +21,21 @@ def findings(source: str) -> int:
 
 
 def _of_node(node: ast.AST) -> int:
-    found = 0
+    faults = 0
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if isinstance(block, list):
-            found += _unreached(block) + _defined_twice(block)
+            faults += _unreached(block) + _defined_twice(block)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        found += _unused_variables(node)
+        faults += _unused_variables(node)
         defaults = [*node.args.defaults, *(default for default in node.args.kw_defaults if default)]
-        found += sum(isinstance(default, ast.List | ast.Dict | ast.Set) for default in defaults)
+        faults += sum(isinstance(default, ast.List | ast.Dict | ast.Set) for default in defaults)
     elif isinstance(node, ast.ExceptHandler):
-        found += node.type is None
+        faults += node.type is None
     elif isinstance(node, ast.Compare):
         against = zip(node.ops, node.comparators, strict=True)
-        found += sum(isinstance(op, ast.Eq | ast.NotEq) and _is_none(value) for op, value in against)
-    return found
+        faults += sum(isinstance(op, ast.Eq | ast.NotEq) and _is_none(value) for op, value in against)
+    return faults
 
 
 def _unused_imports(tree: ast.Module) -> int:

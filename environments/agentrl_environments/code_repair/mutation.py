@@ -49,7 +49,7 @@ def mutations(source: str) -> tuple[Mutation, ...]:
     """Every single-node mutation of `source` (as `normal` writes it), in the order of the nodes."""
     tree = ast.parse(source)
     before = source.split("\n")
-    found: list[Mutation] = []
+    accepted: list[Mutation] = []
     for site, (kind, put, old, alternatives) in enumerate(_sites(tree)):
         for new in alternatives:
             put(new)
@@ -57,9 +57,9 @@ def mutations(source: str) -> tuple[Mutation, ...]:
             after = mutated.split("\n")
             changed = [at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
             if len(changed) == 1:
-                found.append(Mutation(site, kind, changed[0] + 1, after[changed[0]], mutated))
+                accepted.append(Mutation(site, kind, changed[0] + 1, after[changed[0]], mutated))
         put(old)
-    return tuple(found)
+    return tuple(accepted)
 
 
 def _sites(tree: ast.Module) -> Iterator[tuple[Site, Callable[[Any], None], Any, list[Any]]]:

@@ -94,10 +94,10 @@ class Runner:
 
         async def find() -> tuple[Values, bool]:
             async with granted(self._slots, "a slot to run tests in"):
-                said = await self._warm.run(payload) if self._warm and not fresh else None
-                self.counts["box" if said is None else "warm"] += 1
-                if said is not None:
-                    return parse(said.decode("utf-8", "replace"), nonce, len(calls)), True
+                answer = await self._warm.run(payload) if self._warm and not fresh else None
+                self.counts["box" if answer is None else "warm"] += 1
+                if answer is not None:
+                    return parse(answer.decode("utf-8", "replace"), nonce, len(calls)), True
                 return await self._run_in_box(payload, nonce, len(calls))
 
         return await self._results.get(key, find)

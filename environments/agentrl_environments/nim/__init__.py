@@ -37,14 +37,14 @@ class NimTable(RolesEnv):
 
     def start(self, task: Mapping[str, Any]) -> str:
         self.heaps = list(task["heaps"]) if "heaps" in task else draw(self.np_random, self._count, self._largest)
-        self._told: set[str] = set()
+        self._briefed: set[str] = set()
         self._moves: list[str] = []
         self._winner = ""
         return self.roles[0]
 
     def see(self, role: str) -> str:
-        lines = [] if role in self._told else [_RULES]
-        self._told.add(role)
+        lines = [] if role in self._briefed else [_RULES]
+        self._briefed.add(role)
         if self._moves:
             lines.append(f"The other player: {self._moves[-1]}.")
         return "\n".join([*lines, _shown(self.heaps)])

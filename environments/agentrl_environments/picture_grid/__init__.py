@@ -40,10 +40,10 @@ class PictureGrid(Env):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
         drawn = self.np_random.integers(0, self._size, size=(self._rounds, 2)).tolist()
-        given = (options or {}).get("cells", drawn)
-        self._cells: list[Cell] = [(int(column), int(row)) for column, row in given]
+        cells = (options or {}).get("cells", drawn)
+        self._cells: list[Cell] = [(int(column), int(row)) for column, row in cells]
         if len(self._cells) != self._rounds or not all(0 <= at < self._size for cell in self._cells for at in cell):
-            raise UsageError(f"cells = {given}: give {self._rounds} pairs of numbers from 0 to {self._size - 1}")
+            raise UsageError(f"cells = {cells}: give {self._rounds} pairs of numbers from 0 to {self._size - 1}")
         self._right, self._at = 0, 0
         return self._shown("Which square is red? Columns are A, B, … from the left, rows 1, 2, … from the top. "), {}
 

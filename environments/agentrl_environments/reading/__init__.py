@@ -43,13 +43,13 @@ class Reading(ToolEnv):
         digits = options.get("digits", self.np_random.integers(0, 10, size=self._facts).tolist())
         if len(digits) != self._facts:
             raise UsageError(f"digits has {len(digits)} entries: give {self._facts}, one a fact")
-        asked = int(options.get("asked", self.np_random.integers(0, self._facts)))
-        if not 0 <= asked < self._facts:
-            raise UsageError(f"asked = {asked}: give 0 to {self._facts - 1}")
-        return {"digits": digits, "asked": asked, "words": self.np_random.integers(0, 1 << 30)}
+        question_fact = int(options.get("asked", self.np_random.integers(0, self._facts)))
+        if not 0 <= question_fact < self._facts:
+            raise UsageError(f"asked = {question_fact}: give 0 to {self._facts - 1}")
+        return {"digits": digits, "asked": question_fact, "words": self.np_random.integers(0, 1 << 30)}
 
     def prompt(self, task: Mapping[str, Any]) -> str:
-        self._digits, self._asked = [int(digit) for digit in task["digits"]], int(task["asked"])
+        self._digits, self._question_fact = [int(digit) for digit in task["digits"]], int(task["asked"])
         self._book = book(self._digits, self._pages, self._words, int(task["words"]))
         self._read, self._right = 0, False
         return OPENING
@@ -59,8 +59,8 @@ class Reading(ToolEnv):
         if at < self._pages:
             return self._book[at]
         if at == self._pages:
-            return question(self._asked)
-        self._right = text.strip() == str(self._digits[self._asked])
+            return question(self._question_fact)
+        self._right = text.strip() == str(self._digits[self._question_fact])
         self.finish()
         return None
 
@@ -68,7 +68,7 @@ class Reading(ToolEnv):
         return self._right
 
     def oracles(self) -> list[Oracle]:
-        right = str(self._digits[self._asked])
+        right = str(self._digits[self._question_fact])
         turns = ["next"] * (self._pages + 1)
         return [
             Oracle("gold", 1.0, script(*turns, right)),

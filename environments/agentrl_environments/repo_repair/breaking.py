@@ -51,13 +51,13 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Breakage:
-    """One way to break a repository. `subject` is the function it sits in; `wanted` the signature and docstring of a
+    """One way to break a repository. `subject` is the function it sits in; `signature` the head and the docstring of a
     function that a feature task removed."""
 
     kind: Kind
     subject: str
     edits: tuple[Edit, ...]
-    wanted: str = ""
+    signature: str = ""
 
 
 def applied(sources: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
@@ -110,12 +110,12 @@ def features(sources: Mapping[str, str]) -> Iterator[Breakage]:
                 continue
             first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
             last = function.end_lineno or first
-            wanted = "\n".join(lines[first - 1 : function.body[0].end_lineno])
+            signature = "\n".join(lines[first - 1 : function.body[0].end_lineno])
             while last < len(lines) - 1 and not lines[last].strip():
                 last += 1
             edit = Edit(path, first, last - first + 1, ())
             if _compiles(applied(sources, (edit,))[path]):
-                yield Breakage("feature", subject, (edit,), textwrap.dedent(wanted))
+                yield Breakage("feature", subject, (edit,), textwrap.dedent(signature))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:

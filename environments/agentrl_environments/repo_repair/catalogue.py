@@ -46,7 +46,7 @@ class KnownBreakage:
 @lru_cache(maxsize=1)
 def entries() -> tuple[KnownBreakage, ...]:
     """The whole catalogue, in its order. Raises UsageError where it does not belong to the repositories as they are."""
-    found: list[KnownBreakage] = []
+    breakages: list[KnownBreakage] = []
     repository: Repository | None = None
     for line in FILE.read_text("utf-8").splitlines():
         row = json.loads(line)
@@ -58,8 +58,10 @@ def entries() -> tuple[KnownBreakage, ...]:
         assert repository is not None
         edits = tuple(Edit(path, line, count, tuple(new)) for path, line, count, new in row["edits"])
         breakage = Breakage(row["kind"], row["subject"], edits, row.get("wanted", ""))
-        found.append(KnownBreakage(repository.name, breakage, tuple(repository.test_ids[at] for at in row["fails"])))
-    return tuple(found)
+        breakages.append(
+            KnownBreakage(repository.name, breakage, tuple(repository.test_ids[at] for at in row["fails"]))
+        )
+    return tuple(breakages)
 
 
 async def build(names: list[str], *, slots: int) -> list[str]:
@@ -134,7 +136,7 @@ def _written(repository: Repository, entry: KnownBreakage) -> str:
         "edits": [dataclasses.astuple(edit) for edit in breakage.edits],
         "fails": [repository.test_ids.index(test) for test in entry.fails],
     }
-    return json.dumps({**row, "wanted": breakage.wanted} if breakage.wanted else row)
+    return json.dumps({**row, "wanted": breakage.signature} if breakage.signature else row)
 
 
 if __name__ == "__main__":

@@ -116,8 +116,13 @@ class RepoRepair(ToolEnv):
     async def _run_tests(self) -> ToolResult:
         """The tests as they stand in the box: feedback for the policy, and nothing that is judged by."""
         result = await self._box.exec(_TEST_COMMAND, env={"PYTHONHASHSEED": "0"}, timeout_s=_TESTS_S)
-        said = command_result(result, _LIMITS.output_bytes, _TESTS_S)
-        return text_result(texts.report(said.content), _OUTPUT_BYTES, is_error=said.is_error, truncated=said.truncated)
+        report = command_result(result, _LIMITS.output_bytes, _TESTS_S)
+        return text_result(
+            texts.report(report.content),
+            _OUTPUT_BYTES,
+            is_error=report.is_error,
+            truncated=report.truncated,
+        )
 
     async def astep(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = await super().astep(action)
@@ -136,14 +141,14 @@ class RepoRepair(ToolEnv):
         sources = await carried(self._box, sorted(repair.broken))
         verdicts = await self._judge.run(sources, encoded(repair.tests))
         success = verdicts.passed.issuperset([*repair.fails, *repair.passes])
-        mended = len(verdicts.passed.intersection(repair.fails)) / len(repair.fails)
+        fixed = len(verdicts.passed.intersection(repair.fails)) / len(repair.fails)
         kept = len(verdicts.passed.intersection(repair.passes)) / len(repair.passes)
-        return Grade(outcome=float(success), success=success, info={"mended": mended, "kept": kept})
+        return Grade(outcome=float(success), success=success, info={"mended": fixed, "kept": kept})
 
     def oracles(self) -> list[Oracle]:
         repair, submit = self._repair, self.call("submit")
-        mended = [path for path, text in repair.gold.items() if text != repair.broken[path]]
-        rewrite = [self.call("write_file", path=path, content=repair.gold[path]) for path in mended]
+        changed = [path for path, text in repair.gold.items() if text != repair.broken[path]]
+        rewrite = [self.call("write_file", path=path, content=repair.gold[path]) for path in changed]
         wreck = [self.call("write_file", path=path, content="") for path in repair.broken]
         pass_all = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test_all(self):\n        pass\n"
         forget = [self.call("write_file", path=f"tests/{name}", content=pass_all) for name in repair.visible]

@@ -19,7 +19,7 @@ def prompt(task: RepoTask) -> str:
     parts = [f"{where}\n\n{task.readme.strip()}"]
     if task.breakage.kind == "feature":
         path = task.breakage.edits[0].path
-        parts.append(f"Add {task.breakage.subject} to {path}:\n\n```python\n{task.breakage.wanted}\n```")
+        parts.append(f"Add {task.breakage.subject} to {path}:\n\n```python\n{task.breakage.signature}\n```")
     else:
         failing = task.shown_failing
         named = "\n".join(f"- {test}" for test in failing[:_MOST_NAMED])

@@ -78,8 +78,8 @@ class Retrieval(ToolEnv):
         Args:
             query: a few words that the text should hold
         """
-        found = self._index.find(query, self._results)
-        return "\n".join(f"[{each.id}] {each.title}: {excerpt(each, query)}" for each in found) or "nothing found"
+        documents = self._index.find(query, self._results)
+        return "\n".join(f"[{each.id}] {each.title}: {excerpt(each, query)}" for each in documents) or "nothing found"
 
     @tool(parallel=True)
     def read(self, id: str) -> str:
@@ -124,8 +124,8 @@ class Retrieval(ToolEnv):
 
 def plain(answer: str) -> str:
     """An answer without case, punctuation and articles."""
-    found = re.findall(r"[^\W_]+", answer.casefold())
-    return " ".join(word for word in found if word not in ("a", "an", "the"))
+    tokens = re.findall(r"[^\W_]+", answer.casefold())
+    return " ".join(word for word in tokens if word not in ("a", "an", "the"))
 
 
 def _is_held_out(row: Mapping[str, Any]) -> bool:

@@ -36,15 +36,15 @@ class Index:
 
     def find(self, query: str, most: int) -> list[Document]:
         """The `most` documents that fit best, best first; only those that hold a word of the query."""
-        wanted = set(words(query))
-        scores = {id: self._score(id, wanted) for id in self.documents}
+        query_words = set(words(query))
+        scores = {id: self._score(id, query_words) for id in self.documents}
         best = sorted((id for id, score in scores.items() if score > 0), key=lambda id: (-scores[id], id))
         return [self.documents[id] for id in best[:most]]
 
-    def _score(self, id: str, wanted: Iterable[str]) -> float:
+    def _score(self, id: str, query_words: Iterable[str]) -> float:
         counts, score = self._counts[id], 0.0
         norm = _K1 * (1 - _B + _B * self._lengths[id] / self._mean)
-        for word in wanted:
+        for word in query_words:
             if n := counts[word]:
                 holders = self._holders[word]
                 rarity = math.log(1 + (len(self.documents) - holders + 0.5) / (holders + 0.5))
@@ -59,8 +59,8 @@ def words(text: str) -> list[str]:
 
 def excerpt(document: Document, query: str) -> str:
     """The sentence that holds most words of the query, the first of such."""
-    wanted = set(words(query))
-    return max(sentences(document.text), key=lambda sentence: len(wanted & set(words(sentence))), default="")
+    query_words = set(words(query))
+    return max(sentences(document.text), key=lambda sentence: len(query_words & set(words(sentence))), default="")
 
 
 def sentences(text: str) -> Sequence[str]:

@@ -320,19 +320,19 @@ def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
 
 def _skipped(skip: str) -> dict[str, tuple[int, int]]:
     """Read a file of tasks to leave out: by task, how many test ids a log of the gold patch lacks, of how many."""
-    found: dict[str, tuple[int, int]] = {}
+    skipped: dict[str, tuple[int, int]] = {}
     for number, line in enumerate(text_of(Path(skip)).splitlines(), 1):
         if not line.strip():
             continue
         if not line.lstrip().startswith("{"):
-            found[line.strip()] = (0, 0)
+            skipped[line.strip()] = (0, 0)
             continue
         try:
             row = json.loads(line)
-            found[str(row["task"])] = (int(row.get("absent", 0)), int(row.get("tests", 0)))
+            skipped[str(row["task"])] = (int(row.get("absent", 0)), int(row.get("tests", 0)))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"skip, {skip}:{number}", line[:80], 'give an id, or {"task": id}') from error
-    return found
+    return skipped
 
 
 def _existing(path: Path, exists: Callable[[Path], bool], hint: str) -> Path:

@@ -189,12 +189,12 @@ find . -mindepth 1 -maxdepth 1 ! -name logs -exec rm -rf -- {{}} +
 def load(folder: Path, defaults: HarborDefaults) -> TaskSet:
     """The tasks of a folder of task folders, by name. A folder that makes no task is bad for itself alone. Keys of
     `task.toml` that are not honoured are said, each with its tasks. Raises ConfigError for images of no task."""
-    found = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
+    folders = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
     images: Any = defaults.images
-    if not isinstance(images, Mapping) or set(cast("Mapping[str, Any]", images)) - {path.name for path in found}:
+    if not isinstance(images, Mapping) or set(cast("Mapping[str, Any]", images)) - {path.name for path in folders}:
         raise ConfigError("images", images, f"give the image of a task by its folder in {folder}")
     tasks, ignored = TaskSet(), dict[str, list[str]]()
-    for path in found:
+    for path in folders:
         tasks.add(path.name, lambda path=path: task_of(path, defaults, ignored))
     if ignored:
         keys = "; ".join(
@@ -302,7 +302,7 @@ def moved(text: str, workdir: str) -> str:
     places = {"/tests": f"{WORKSPACE}/{_OWN}/tests", "/logs": f"{WORKSPACE}/{_OWN}/logs"}
     places |= {"/solution": f"{WORKSPACE}/{_OWN}/solution", workdir: WORKSPACE}
     names = "|".join(re.escape(name) for name in sorted(places, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.}})*/-])({names})(?![\w-]|\.\w)", lambda found: places[found[1]], text)
+    return re.sub(rf"(?<![\w.}})*/-])({names})(?![\w-]|\.\w)", lambda match: places[match[1]], text)
 
 
 def moved_bytes(data: bytes, workdir: str) -> bytes:
@@ -337,10 +337,10 @@ def _limits(folder: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     if cpus := _positive(folder, "environment.cpus", environment.get("cpus")):
         limits["cpus"] = cpus
-    given = environment.get("memory")
-    older = re.fullmatch(r"(\d+) ?([MG])(i?B)?", str(given))
-    if given is not None and not older:
-        raise ConfigError(f"{folder / 'task.toml'}, environment.memory", given, "give it as 512M or 2G")
+    memory = environment.get("memory")
+    older = re.fullmatch(r"(\d+) ?([MG])(i?B)?", str(memory))
+    if memory is not None and not older:
+        raise ConfigError(f"{folder / 'task.toml'}, environment.memory", memory, "give it as 512M or 2G")
     memory_mb = environment.get("memory_mb", int(older[1]) * (1024 if older[2] == "G" else 1) if older else None)
     if mb := _positive(folder, "environment.memory_mb", memory_mb):
         limits["memory_bytes"] = int(mb * (1 << 20))
@@ -358,22 +358,22 @@ def _positive(folder: Path, name: str, value: Any) -> float | None:
 
 def _reward_range(folder: Path, settings: Mapping[str, Any]) -> tuple[float, float]:
     """Raises ConfigError for what is no range."""
-    given = _table(settings, "agentrl").get("reward_range", [0.0, 1.0])
-    numbers = [each for each in given if isinstance(each, int | float)] if isinstance(given, list) else []
+    bounds = _table(settings, "agentrl").get("reward_range", [0.0, 1.0])
+    numbers = [each for each in bounds if isinstance(each, int | float)] if isinstance(bounds, list) else []
     if len(numbers) != 2 or not -math.inf < numbers[0] < numbers[1] < math.inf:
-        raise ConfigError(f"{folder / 'task.toml'}, agentrl.reward_range", given, "give two numbers, such as [0, 1]")
+        raise ConfigError(f"{folder / 'task.toml'}, agentrl.reward_range", bounds, "give two numbers, such as [0, 1]")
     return float(numbers[0]), float(numbers[1])
 
 
 def _workdir(folder: Path, environment: Mapping[str, Any]) -> str:
     """The folder that is the work folder here. Raises ConfigError for one that is no absolute path."""
-    given = environment.get("workdir")
+    workdir = environment.get("workdir")
     file = folder / "environment" / "Dockerfile"
-    if given is None:
+    if workdir is None:
         return workdir_of(file) if file.is_file() else "/app"
-    if not isinstance(given, str) or not given.startswith("/") or posixpath.normpath(given) == "/":
-        raise ConfigError(f"{folder / 'task.toml'}, environment.workdir", given, "give the path of a folder, as /app")
-    return posixpath.normpath(given)
+    if not isinstance(workdir, str) or not workdir.startswith("/") or posixpath.normpath(workdir) == "/":
+        raise ConfigError(f"{folder / 'task.toml'}, environment.workdir", workdir, "give the path of a folder, as /app")
+    return posixpath.normpath(workdir)
 
 
 def _declared(settings: Mapping[str, Any], workdir: str, toml: str) -> tuple[Callable[[str, Set[str]], bool], bool]:
@@ -387,11 +387,11 @@ def _declared(settings: Mapping[str, Any], workdir: str, toml: str) -> tuple[Cal
         raise ConfigError(f"{toml}, verifier.environment_mode", mode, "choose shared or separate")
     if mode == "shared":
         return is_artifact, False
-    given = settings.get("artifacts", [])
-    entries = cast("list[Any]", given) if isinstance(given, list) else [given]
+    artifacts = settings.get("artifacts", [])
+    entries = cast("list[Any]", artifacts) if isinstance(artifacts, list) else [artifacts]
     paths = [each.get("source") if isinstance(each, dict) else each for each in cast("list[Any]", entries)]
     if not all(isinstance(path, str) for path in paths):
-        raise ConfigError(f"{toml}, artifacts", given, "give a list of paths, or of tables with source")
+        raise ConfigError(f"{toml}, artifacts", artifacts, "give a list of paths, or of tables with source")
     patterns = [f"{_ARTIFACTS}/*"]
     for path in cast("list[str]", paths):
         at = posixpath.relpath(posixpath.normpath(moved(path, workdir)), WORKSPACE)
@@ -432,47 +432,47 @@ def _grading(folder: Path, verifier: Mapping[str, Any], defaults: HarborDefaults
     return Grading(image=built, tree=tree, limits=limits, env=env)
 
 
-def _collects(given: Any, workdir: str, toml: str) -> tuple[Collect, ...]:
-    found: list[Collect] = []
-    for each in cast("list[Any]", given) if isinstance(given, list) else [given]:
+def _collects(hooks: Any, workdir: str, toml: str) -> tuple[Collect, ...]:
+    collects: list[Collect] = []
+    for each in cast("list[Any]", hooks) if isinstance(hooks, list) else [hooks]:
         hook = cast("dict[str, Any]", each) if isinstance(each, dict) else {}
         command, seconds = hook.get("command"), hook.get("timeout_sec", _COLLECT_S)
         if not isinstance(command, str) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise ConfigError(f"{toml}, verifier.collect", each, "give a command, and a timeout_sec above 0")
         if hook.get("service", "main") != "main":
             raise ConfigError(f"{toml}, verifier.collect.service", hook["service"], "a task has one box: main")
-        found.append(Collect(moved(command, workdir), float(seconds)))
-    return tuple(found)
+        collects.append(Collect(moved(command, workdir), float(seconds)))
+    return tuple(collects)
 
 
-def _variables(given: Any, where: str, workdir: str, host_env: Sequence[str]) -> dict[str, str]:
+def _variables(table: Any, where: str, workdir: str, host_env: Sequence[str]) -> dict[str, str]:
     """Variables of a task. A task is somebody else's, and its boxes run what a model wrote: a variable of this machine
     goes in only if the user named it. Raises ConfigError."""
-    if not isinstance(given, dict):
-        raise ConfigError(where, given, "give a table of variables")
+    if not isinstance(table, dict):
+        raise ConfigError(where, table, "give a table of variables")
     variables: dict[str, str] = {}
-    for name, value in cast("dict[str, Any]", given).items():
+    for name, value in cast("dict[str, Any]", table).items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or not isinstance(value, str) or "\0" in value:
             raise ConfigError(f"{where}.{name}", value, "a variable is a name and a text")
 
-        def of_host(found: re.Match[str], where: str = f"{where}.{name}") -> str:
-            variable, default = found[1], found[2]
+        def of_host(match: re.Match[str], where: str = f"{where}.{name}") -> str:
+            variable, default = match[1], match[2]
             if variable in host_env and variable in os.environ:
                 return os.environ[variable]
             if default is not None:
                 return default
             allow = f"is a variable of this machine: allow it by host_env=[{variable!r}]"
-            raise ConfigError(where, found[0], f"{variable} {'is not set here' if variable in host_env else allow}")
+            raise ConfigError(where, match[0], f"{variable} {'is not set here' if variable in host_env else allow}")
 
         variables[name] = moved(_VARIABLE.sub(of_host, value), workdir)
     return variables
 
 
-def _weights(given: Any, toml: str) -> dict[str, float]:
-    weights = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+def _weights(table: Any, toml: str) -> dict[str, float]:
+    weights = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
     numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights.values())
-    if given is not None and not (weights and numbers):
-        raise ConfigError(f"{toml}, agentrl.reward_weights", given, "give numbers by part, as { correct = 0.8 }")
+    if table is not None and not (weights and numbers):
+        raise ConfigError(f"{toml}, agentrl.reward_weights", table, "give numbers by part, as { correct = 0.8 }")
     return {name: float(weight) for name, weight in weights.items()}
 
 
@@ -483,11 +483,11 @@ def _not_honoured(settings: Mapping[str, Any]) -> list[str]:
         if name not in ("environment", "agentrl", "verifier", "agent", "solution"):
             values[name] = value
             continue
-        for inner, given in cast("Mapping[str, Any]", value).items():
+        for inner, inner_value in cast("Mapping[str, Any]", value).items():
             if (name, inner) == ("verifier", "environment"):
-                values |= {f"verifier.environment.{key}": each for key, each in given.items()}
+                values |= {f"verifier.environment.{key}": each for key, each in inner_value.items()}
             else:
-                values[f"{name}.{inner}"] = given
+                values[f"{name}.{inner}"] = inner_value
     return [key for key, value in values.items() if not _is_honoured(key, value)]
 
 

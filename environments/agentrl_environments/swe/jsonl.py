@@ -152,19 +152,19 @@ _MATCHES: dict[str, Matches] = {}  # by source: one process makes an environment
 def load(source: str, defaults: RowDefaults) -> TaskSet:
     """The tasks of JSON lines, or of whatever else `agentrl.env.datasets.read_rows` reads: Parquet, `hf:NAME`. A row
     that makes no task is bad for itself alone. Raises ConfigError, UsageError where nothing can be read."""
-    found = TaskSet()
+    task_set = TaskSet()
     matches = _MATCHES.setdefault(source, Matches(source))
     odd: list[str] = []
     tests = 0
 
-    def make(where: str, given: bytes | Mapping[str, Any]) -> CodingTask:
-        row = _row(where, given) if isinstance(given, bytes) else given
+    def make(where: str, raw: bytes | Mapping[str, Any]) -> CodingTask:
+        row = _row(where, raw) if isinstance(raw, bytes) else raw
         return task_of(row, defaults, f"{where} ({row['instance_id']})" if "instance_id" in row else where, matches)
 
     with notices.gathered():
-        for where, given in _rows(source):
-            found.add(where, lambda where=where, given=given: make(where, given))
-    for task in found.tasks:
+        for where, raw in _rows(source):
+            task_set.add(where, lambda where=where, raw=raw: make(where, raw))
+    for task in task_set.tasks:
         if isinstance(task.grade, HiddenTests):
             ids = [*task.grade.fails, *task.grade.passes]
             tests += len(ids)
@@ -176,7 +176,7 @@ def load(source: str, defaults: RowDefaults) -> TaskSet:
             "at a blank; agentrl validate says which a log of the gold patch lacks",
             place=f"{source}, as {odd[0][:200]!r}",
         )
-    return found
+    return task_set
 
 
 def _rows(source: str) -> Iterator[tuple[str, bytes | Mapping[str, Any]]]:
@@ -274,15 +274,15 @@ def _official_image(row: Mapping[str, Any], defaults: RowDefaults) -> str | None
 
 
 def _tests(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
-    given = row.get(name) or []
-    if isinstance(given, str):
+    tests = row.get(name) or []
+    if isinstance(tests, str):
         try:
-            given = json.loads(given)
+            tests = json.loads(tests)
         except ValueError as error:
-            raise ConfigError(f"{where}.{name}", given[:40], "give a list of tests, or JSON of one") from error
-    if not isinstance(given, list) or not all(isinstance(test, str) for test in cast("list[Any]", given)):
-        raise ConfigError(f"{where}.{name}", str(cast(Any, given))[:40], "give a list of tests, or JSON of one")
-    return tuple(canonical(test) for test in cast("Sequence[str]", given))
+            raise ConfigError(f"{where}.{name}", tests[:40], "give a list of tests, or JSON of one") from error
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in cast("list[Any]", tests)):
+        raise ConfigError(f"{where}.{name}", str(cast(Any, tests))[:40], "give a list of tests, or JSON of one")
+    return tuple(canonical(test) for test in cast("Sequence[str]", tests))
 
 
 def _paths(patch: str, where: str) -> frozenset[str]:

@@ -44,19 +44,19 @@ def verdict(line: str) -> TestVerdict | None:
         name, _, status = line[5:].rpartition(" ... ")
         status = status.split(",")[0]
         return TestVerdict(name, _CARGO[status]) if status in _CARGO else None
-    if (found := _GO.match(line)) is not None:
-        return TestVerdict(found[2], {"PASS": True, "FAIL": False, "SKIP": None}[found[1]])
-    if (found := _TAP.match(line)) is not None:
-        return _tap(found[1] == "ok", found[2])
+    if (match := _GO.match(line)) is not None:
+        return TestVerdict(match[2], {"PASS": True, "FAIL": False, "SKIP": None}[match[1]])
+    if (match := _TAP.match(line)) is not None:
+        return _tap(match[1] == "ok", match[2])
     mark, _, name = text.partition(" ")
     if mark in _MARKS and name:
         return _marked(_MARKS[mark], name)
     if mark in _LEFT_OUT and name:
         return TestVerdict(_plain(name.partition(" # ")[0].removeprefix("skipped ").removeprefix("todo ")), None)
-    if (found := _NUMBERED.match(line)) is not None:
-        return TestVerdict(found[1].removesuffix(":"), False)
-    if (found := _FILE.match(line)) is not None:
-        return TestVerdict(found[2], found[1] == "PASS")
+    if (match := _NUMBERED.match(line)) is not None:
+        return TestVerdict(match[1].removesuffix(":"), False)
+    if (match := _FILE.match(line)) is not None:
+        return TestVerdict(match[2], match[1] == "PASS")
     return None
 
 

@@ -74,11 +74,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parts(given: Any, weighted: Mapping[str, float], faults: list[str]) -> dict[str, float]:
-    if not isinstance(given, dict):
-        number = _number(given, "reward.json", faults)
+def _parts(document: Any, weighted: Mapping[str, float], faults: list[str]) -> dict[str, float]:
+    if not isinstance(document, dict):
+        number = _number(document, "reward.json", faults)
         return {} if number is None else {"reward": number}
-    values = cast("dict[str, Any]", given)
+    values = cast("dict[str, Any]", document)
     if len(values) > _PARTS:
         faults.append(f"reward.json has {len(values)} parts: at most {_PARTS} are read, so there is no reward")
         return {}
@@ -102,9 +102,9 @@ def _parts(given: Any, weighted: Mapping[str, float], faults: list[str]) -> dict
 def _number(value: Any, where: str, faults: list[str]) -> float | None:
     """A finite number; None, and a fault, for anything else."""
     if isinstance(value, str):
-        if (found := _PERCENT.fullmatch(value)) is not None:
-            faults.append(f"{where} is the text {value.strip()!r}: it counts as {float(found[1]) / 100:g}")
-            return float(found[1]) / 100
+        if (percent := _PERCENT.fullmatch(value)) is not None:
+            faults.append(f"{where} is the text {value.strip()!r}: it counts as {float(percent[1]) / 100:g}")
+            return float(percent[1]) / 100
         try:
             number = float(value)
         except ValueError:

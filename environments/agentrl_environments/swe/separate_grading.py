@@ -28,8 +28,8 @@ class ApartTests:
     deadline_s: float = DEADLINE_S
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
-        found = await start_listing(box)
-        files = await carried(box, sorted(path for path in found if path.endswith(".py")))
+        listing = await start_listing(box)
+        files = await carried(box, sorted(path for path in listing if path.endswith(".py")))
         tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
         sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}
         verdicts = await SourceJudge(boxes, image=self.image, remembered=0).run(sources, tests)

@@ -142,7 +142,7 @@ def _shadows(path: str) -> bool:
 
 def matching(patterns: Sequence[str], where: str) -> Callable[[str, Set[str]], bool]:
     """Declared by patterns: `*` stands for anything, slashes too. Raises ConfigError; a text is no list."""
-    given: Any = patterns
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in cast("list[Any]", given)):
-        raise ConfigError(where, given, 'give a list of patterns, such as ["src/*"]')
+    untyped: Any = patterns
+    if not isinstance(untyped, list) or not all(isinstance(each, str) for each in cast("list[Any]", untyped)):
+        raise ConfigError(where, untyped, 'give a list of patterns, such as ["src/*"]')
     return lambda path, start: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

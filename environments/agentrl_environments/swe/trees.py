@@ -62,11 +62,11 @@ class WorkTree:
         if copied.exit_code != 0:
             raise ConfigError("image", folder, f"its tree cannot be copied: {last_words(copied)}")
         await box.exec(["rmdir", ".git"])  # covered in the box, so copied as an empty folder
-        found = await box.exec(["find", ".", "-name", ".git", "-prune", "-print"])
-        if found.exit_code != 0:
-            raise SandboxError(f"the copied tree cannot be searched for a history: {last_words(found)}")
-        if found.stdout:
-            at = posixpath.normpath(f"{folder}/{found.stdout.decode(errors='replace').splitlines()[0]}")
+        search = await box.exec(["find", ".", "-name", ".git", "-prune", "-print"])
+        if search.exit_code != 0:
+            raise SandboxError(f"the copied tree cannot be searched for a history: {last_words(search)}")
+        if search.stdout:
+            at = posixpath.normpath(f"{folder}/{search.stdout.decode(errors='replace').splitlines()[0]}")
             raise ConfigError(
                 "image", at, f"the agent could read the solution there: RUN rm -rf {at} in its Dockerfile"
             )
@@ -85,9 +85,9 @@ async def apply_patch(box: Sandbox, patch: str) -> None:
 def reversed_patch(patch: str) -> str:
     """The diff that takes a diff back. Its files come in reverse: a mail of several commits may change one twice."""
     files: list[list[str]] = []
-    given = patch.split("\n")
+    lines = patch.split("\n")
     inside = headed = False  # within a file's part, not in words between them; after a header of git without its names
-    for at, (line, following) in enumerate(zip(given, [*given[1:], ""], strict=True)):
+    for at, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
         if line.startswith("diff --git "):
             files.append([line])
             inside = headed = True
@@ -96,15 +96,15 @@ def reversed_patch(patch: str) -> str:
                 files.append([])
             files[-1] += [f"--- {following[4:]}", f"+++ {line[4:]}"]
             inside, headed = True, False
-        elif ends_mail(given, at):
+        elif ends_mail(lines, at):
             inside = headed = False
         elif not inside or (line.startswith("+++ ") and files[-1][-1].startswith("+++ ")):
             continue
-        elif (found := _HUNK.match(line)) is not None:
-            files[-1].append(f"@@ -{found[2]} +{found[1]} @@")
+        elif (match := _HUNK.match(line)) is not None:
+            files[-1].append(f"@@ -{match[2]} +{match[1]} @@")
             headed = False
-        elif headed and (said := _GIT.match(line)) is not None:
-            files[-1].append(_BACK[said[1]] + line[len(said[1]) :])
+        elif headed and (header := _GIT.match(line)) is not None:
+            files[-1].append(_BACK[header[1]] + line[len(header[1]) :])
         elif not headed and line[:1] in ("+", "-"):
             files[-1].append(("-" if line[0] == "+" else "+") + line[1:])
         elif not headed and line[:1] in (" ", "\\", ""):

@@ -62,9 +62,9 @@ def canonical(test: str) -> str:
     """One name for a test however a list or a Python version writes it: `test_a (mod.Case)`, `test_a (mod.Case.test_a)`
     and `mod.Case.test_a` are the same; pytest's `file.py::Case::test_a` stays."""
     test = test.strip()
-    if (found := _UNITTEST.match(test)) is None:
+    if (match := _UNITTEST.match(test)) is None:
         return test
-    method, owner, _ = found.groups()
+    method, owner, _ = match.groups()
     return owner if owner.split(".")[-1] == method else f"{owner}.{method}"
 
 
@@ -86,8 +86,8 @@ class Log:
         if test in self.passed or test in self.others:
             return frozenset({test})
         for index in (self.docstrings, self._cut, self._shortened):
-            if found := index.get(test):
-                return frozenset(found)
+            if candidates := index.get(test):
+                return frozenset(candidates)
         parts = _parts(test)
         alike = self._by_last.get(parts[-1] if parts else "", ())
         ending = [name for name in alike if _ends(_parts(name), parts)] if len(alike) <= _ALIKE else []
@@ -208,8 +208,8 @@ class _Reader:
         """A line of a subtest. Its own name stands beside the test's, so each cut that may be the test's counts."""
         if "SUB" not in line or "::" not in line or _PART.search(line) is None:
             return False
-        if (found := _PART_FAILED.search(line)) is not None:
-            before, after = _WORKER.sub("", line[: found.start()]).rstrip(), line[found.end() :]
+        if (match := _PART_FAILED.search(line)) is not None:
+            before, after = _WORKER.sub("", line[: match.start()]).rstrip(), line[match.end() :]
             for name in _beginnings(before):
                 self.failed.update(_possible(name, reasoned=False))
             for text in _endings(after):
@@ -217,11 +217,11 @@ class _Reader:
         return True
 
     def _of_unittest(self, line: str, below: str) -> bool:
-        if (found := _COMPLAINT.match(line)) is not None:
-            self.failed.add(canonical(found[1]))
+        if (match := _COMPLAINT.match(line)) is not None:
+            self.failed.add(canonical(match[1]))
             return True
-        if (found := _UNITTEST.match(line)) is not None:
-            self._running, line = canonical(line), found[3]
+        if (match := _UNITTEST.match(line)) is not None:
+            self._running, line = canonical(line), match[3]
             self._described = "" if line else self._running
         elif below and len(words := line.partition(" ... ")[0].strip()) <= _LONGEST:
             self.docstrings[canonical(words)].add(below)
@@ -229,10 +229,10 @@ class _Reader:
             return False
         # Before Python 3.11 a test whose subtests failed ends its line with nothing, and the next one follows in it.
         head, _, rest = line.partition(" ... ")
-        if rest and (found := _UNITTEST.match(rest)) is not None and len(head) <= _LONGEST:
+        if rest and (match := _UNITTEST.match(rest)) is not None and len(head) <= _LONGEST:
             return self._of_unittest(rest, "")
-        if (found := _ENDING.search(line)) is not None:
-            self._add(found[1], [self._running])
+        if (match := _ENDING.search(line)) is not None:
+            self._add(match[1], [self._running])
             self._running = ""
             return True
         return False
@@ -249,14 +249,14 @@ class _Reader:
 
 def _beginnings(text: str) -> list[str]:
     """List what may be the name of a test before the description of its part, in brackets: `a.py::test [odd] (n=1)`."""
-    ends = [found.start() for found in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
+    ends = [match.start() for match in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
     return [each for end in (*ends, len(text)) if "::" in (each := text[:end])]
 
 
 def _endings(text: str) -> list[str]:
     """List what may be the name of a test, and a reason, behind the description of its part, which may hold what looks
     like a name: `[odd] (n=1) a.py::test - why`."""
-    starts = [found.start() for found in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
+    starts = [match.start() for match in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
     return [text[start:].strip() for start in starts]
 
 
@@ -282,8 +282,8 @@ def _status_last(line: str) -> tuple[str, str]:
     if has_percent:
         line = before.rstrip()
     name, _, status = line.rpartition(" ")
-    if status not in _WORDS and line.endswith(")") and (found := _REASONED.search(line)) is not None:
-        name, status = line[: found.start()], found[1]
+    if status not in _WORDS and line.endswith(")") and (match := _REASONED.search(line)) is not None:
+        name, status = line[: match.start()], match[1]
     elif status not in _WORDS and not (has_percent and _UPPER.fullmatch(status)):
         return "", ""
     at = name.find("::", 1)
@@ -300,9 +300,9 @@ def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: 
     good = {test for test in listed if log.has_passed(test)}
     absent = [test for test in listed if not log.names(test)]
     success = len(good) == len(listed)
-    mended = len(good & {*fails}) / len({*fails})
+    fixed = len(good & {*fails}) / len({*fails})
     kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
-    info: dict[str, Json] = {"mended": mended, "kept": kept, "tests": len(listed), "absent": len(absent)}
+    info: dict[str, Json] = {"mended": fixed, "kept": kept, "tests": len(listed), "absent": len(absent)}
     if absent:
         info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
     unknown = {test: log.unknown[name] for test in listed for name in log.names(test) if name in log.unknown}

@@ -52,7 +52,7 @@ class TextGame(Env):
         if self._over:
             raise ResetNeeded("TextGame: call reset before step, and after the end of an episode")
         lines = [line for line in action.splitlines() if line.strip()]
-        self._state, said = act(self._world, self._state, lines[-1][:200] if lines else "")
+        self._state, reply = act(self._world, self._state, lines[-1][:200] if lines else "")
         self._used += 1
         terminated = won(self._world, self._state)
         truncated = not terminated and self._used >= self._turns
@@ -65,7 +65,7 @@ class TextGame(Env):
             info = {"unsettled": self._left / len(self._solution) - 1.0}
         if truncated and self._shaped:
             reward += self._left / len(self._solution) - 1.0
-        return (Message(role="user", content=clean_text(said)),), reward, terminated, truncated, info
+        return (Message(role="user", content=clean_text(reply)),), reward, terminated, truncated, info
 
     async def aend(self, reason: StopReason) -> Info:
         self._over = True
