@@ -3,7 +3,8 @@
     python tools/voice.py [--list MEASURE] [FOLDER ...]
 
 `--list` prints each place that a measure counts. Measures of the house's own words are of style, never of behaviour:
-a place may be right although it is counted, and the goals leave room for that.
+a place may be right although it is counted, and the goals leave room for that. The content of tasks is not read: a
+policy works on it, and it is written as other people write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,9 @@ VAGUE = frozenset(
 )
 OPENINGS = re.compile(r"(That|Those|Of|As|What|The same)\b")
 BANNED = frozenset(re.split(" ", "asked bears found given mend mended mends said tells told wanted"))
+_TASK_CONTENT = {"repositories", "harbor_tasks"}
 _WORD = re.compile(r"[a-z]+")
+_WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _CODE_NAME = re.compile(r"`([A-Za-z_]\w*)`")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -38,11 +41,33 @@ class Place(NamedTuple):
     text: str
 
 
+def sources(folders: Iterable[str]) -> list[Path]:
+    """Our Python files in folders, as git lists them."""
+    listed = subprocess.run(["git", "ls-files", *folders], capture_output=True, text=True, check=True).stdout
+    paths = [Path(name) for name in listed.splitlines() if name.endswith(".py")]
+    return [path for path in paths if _TASK_CONTENT.isdisjoint(path.parts)]
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """The name that a node of the syntax tree gives to something; None if it gives none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.arg(arg=name) | ast.alias(asname=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.ExceptHandler(name=name) | ast.MatchMapping(rest=name):
+            return name
+        case _:
+            return None
+
+
 class Measures:
     """Sums over source files; `places` has the counted ones of each measure."""
 
     def __init__(self) -> None:
-        self.lines = self.comments = self.locals = self.letters = self.docstrings = 0
+        self.lines = self.comments = self.locals = self.letters = self.docstrings = self.names = 0
         self.places = defaultdict[str, list[Place]](list)
         self._identifiers, self._quoted = set[str](), list[Place]()
 
@@ -54,6 +79,8 @@ class Measures:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self._add_local(path, node)
+            if name := bound_name(node):
+                self._add_name(path, node, name)
             if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
                 self._add_docstring(path, node, text)
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -69,6 +96,11 @@ class Measures:
         self.letters += len(node.id)
         if node.id in VAGUE:
             self.places["vague locals"].append(Place(path, node.lineno, node.id))
+
+    def _add_name(self, path: Path, node: ast.AST, name: str) -> None:
+        self.names += 1
+        if BANNED & {word.lower() for word in _WORD_OF_NAME.findall(name)}:
+            self.places["banned names"].append(Place(path, getattr(node, "lineno", 1), name))
 
     def _add_docstring(self, path: Path, node: ast.AST, text: str) -> None:
         self.docstrings += 1
@@ -88,18 +120,17 @@ class Measures:
         yield "whole-line comments", f"{self.comments / max(1, self.lines):.1%} of {self.lines} lines", "≥ 4%"
         for measure in ("openings", "banned words", "missing names"):
             yield measure, f"{len(self.places[measure])} in {self.docstrings} docstrings", "0"
+        yield "banned names", f"{len(self.places['banned names'])} in {self.names} names", "0"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=("vague locals", "openings", "banned words", "missing names"))
+    parser.add_argument("--list", choices=("vague locals", "openings", "banned words", "missing names", "banned names"))
     parser.add_argument("folders", nargs="*", default=["agentrl"], metavar="FOLDER")
     chosen = parser.parse_args()
-    listed = subprocess.run(["git", "ls-files", *chosen.folders], capture_output=True, text=True, check=True).stdout
     measures = Measures()
-    for name in listed.splitlines():
-        if name.endswith(".py"):
-            measures.add(Path(name))
+    for path in sources(chosen.folders):
+        measures.add(path)
     rows = list(measures.rows())
     if chosen.list:
         for place in measures.places[chosen.list]:
