@@ -53,7 +53,7 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
         "stream": True,
     }
     if request.images:
-        raise ConfigError("engine.kind", "sglang", "images are not sent to SGLang yet: take 'embedded' or 'vllm'")
+        raise ConfigError("engine.kind", "sglang", "images are sent to the embedded engine only: take 'embedded'")
     if request.experts_from is not None:
         raise ConfigError("engine.routed_experts", True, "SGLang's answer does not say their shape: leave it out")
     if request.kept:

@@ -1,8 +1,10 @@
 """Agent programs as environments: any program that talks to a model over HTTP, unmodified, with exact tokens.
 
-program_env  ProgramEnv: each request of the program is an observation, each action its answer
-session      the program at work              api   the HTTP APIs it may speak
-http         the server it talks to
+program_env      ProgramEnv: each request of the program is an observation, each action its answer
+session          the program at work
+model_apis       the HTTP APIs that it may speak
+open_requests    its requests that wait for an answer
+request_checks   what a request must be before any part of it becomes an observation
 """
 
 from agentrl.env.agent_programs.program_env import ProgramEnv
