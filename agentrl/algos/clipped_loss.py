@@ -247,8 +247,9 @@ class Clipped(Algorithm):
     # the first of these steps cannot be seen in the data of the others. For a token that is older than `OLD` steps
     # the clip therefore holds from the policy that sampled it as well. The price is a bias towards smaller steps for
     # these tokens alone; `benchmarks/learning.md` has runs with it and without.
-    def _held(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
-        """Which tokens are clipped from the policy that sampled them, too: bool [K], or None if none are."""
+    def _has_second_clip(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
+        """Which tokens are also clipped by their ratio to the policy that sampled them: bool [K], or None if none
+        are."""
         import torch
 
         if self.clip_from == "proximal" or "clip_from" in self.unused:
@@ -258,6 +259,7 @@ class Clipped(Algorithm):
         return tokens["lag"] > OLD if "lag" in tokens else None
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        """The surrogate with importance weights, after both clips; then KL penalty, entropy bonus and observations."""
         import torch
 
         from agentrl.algos.divergence import gauges
@@ -266,16 +268,18 @@ class Clipped(Algorithm):
 
         advantage_K = self.advantage(tokens)
         surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": advantage_K}, outputs)
-        held_K = self._held(tokens)
-        far_K = torch.zeros_like(clipped_K, dtype=torch.bool)
-        if held_K is not None:
+        second_clip_K = self._has_second_clip(tokens)
+        far_K = torch.zeros_like(clipped_K, dtype=torch.bool)  # cut by the second clip
+        if second_clip_K is not None:
             moved_K = (outputs.logprobs_K.detach() - tokens["behaviour"]).exp() - 1
-            far_K = held_K & torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
+            far_K = second_clip_K & torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
             # Detached and not set to 0: the value of the loss stays comparable with that of other steps, only the
             # gradient is gone.
             surrogate_K, clipped_K = torch.where(far_K, surrogate_K.detach(), surrogate_K), clipped_K | far_K
         log_ratio_K = self.log_ratio(tokens, outputs).detach()
-        if held_K is not None:  # the side of a cut is that of the ratio that cut: with one update a step it is this one
+        if second_clip_K is not None:
+            # The metrics show on which side a token was cut, so a token that the second clip cut shows the ratio of
+            # that clip.
             log_ratio_K = torch.where(far_K, outputs.logprobs_K.detach() - tokens["behaviour"], log_ratio_K)
         kl_K = None
         if self.kl_weight > 0 and self.kl_form != "reward":

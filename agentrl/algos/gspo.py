@@ -55,6 +55,8 @@ class GSPO(GRPO):
 
         from agentrl.algos.losses import clipped_surrogate
 
+        # `clipped_surrogate` clips exp(first - second). The ratio of a turn is a mean over tokens and has no log-probs
+        # to subtract, so its logarithm is the first and 0 the second.
         log_ratio_K = self.log_ratio(tokens, outputs)
         return clipped_surrogate(
             log_ratio_K,

@@ -156,17 +156,18 @@ class PPO(Clipped):
         return ("policy", "critic") if step >= self.critic_warmup_steps else ("critic",)
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        """The critic's loss, plus the policy's loss once the critic is warm."""
         import torch
 
         assert outputs.values_K is not None
-        values_K, old_K, target_K, share_K = (
-            outputs.values_K,
-            *(tokens[n] for n in ("values", "target", "value_share")),
-        )
+        values_K, old_K = outputs.values_K, tokens["values"]
+        target_K, share_K = tokens["target"], tokens["value_share"]
         errors_K = (values_K - target_K).square()
         if self.value_clip:
-            held_K = old_K + (values_K - old_K).clamp(-self.value_clip, self.value_clip)
-            errors_K = torch.maximum(errors_K, (held_K - target_K).square())
+            # The larger of two errors: a value that has moved further than the clip towards its target gains nothing
+            # by moving on, since the error of the clipped value no longer changes.
+            clipped_values_K = old_K + (values_K - old_K).clamp(-self.value_clip, self.value_clip)
+            errors_K = torch.maximum(errors_K, (clipped_values_K - target_K).square())
         value_loss = (share_K * errors_K).sum() / 2
         policy = super().loss(tokens, outputs, step)
         learns = "policy" in self.trained(step)
