@@ -186,8 +186,8 @@ class Buffer(Closing):
         self.store.lineage.checkpoint(step, version, folder)
 
     def resume(self) -> Path | None:
-        """Go back to the last checkpoint after a crash. What was taken after it is there to be taken again. Returns its
-        folder, for `learner.load`; None if there is none, and the learner begins anew."""
+        """Go back to the last checkpoint after a crash: groups that were taken after it can be taken again. Returns the
+        checkpoint's folder, for `learner.load`; None if there is no checkpoint, so that the learner begins anew."""
         last = self.store.lineage.latest_checkpoint()
         self._step = 0 if last is None else last.step
         self.store.lineage.rollback(self._step)

@@ -55,9 +55,10 @@ class Learner(Closing):
         max_lag: int = 4,
         seed: int = 0,
     ) -> None:
-        """`algo` is an algorithm, or as the run file's table `[algo]` names it; it gives the advantages, the loss
-        unless you give yours, and the models besides the policy. `train` has the settings of `[train]`, `temperature`
-        is that of the sampling. `max_lag` is the lag bound for rows that come without one.
+        """`algo` is an algorithm, its kind, or the keys of the run file's table `[algo]`. It defines the advantages,
+        the models besides the policy, and the loss, unless you pass a loss of your own to `forward_backward`. `train`
+        has the settings of `[train]`. `temperature` is the one that the tokens were sampled with. `max_lag` is the lag
+        bound of rows that come from no buffer.
 
         Raises ConfigError for a bad setting, ModelError for a model that is not there."""
         chosen = read_section(Train, train, "train")

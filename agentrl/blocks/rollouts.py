@@ -50,6 +50,7 @@ class Rollouts:
     `async with` over this, ends those that run."""
 
     def __init__(self, fleet: EngineFleet, produce: Callable[[trio.MemorySendChannel[Trajectory]], Any]) -> None:
+        """`produce` plays the episodes and sends their trajectories: a task of the fleet, once somebody iterates."""
         self._fleet, self._produce = fleet, produce
         # Without a buffer in between: what nobody has asked for yet would be sampled from weights that the loop's next
         # step makes old.
@@ -192,6 +193,8 @@ async def _journaled(
     fleet: EngineFleet,
     sender: trio.MemorySendChannel[Trajectory],
 ) -> None:
+    """Play `tasks` through the buffer's store as a run does, with an admitter and one worker, until cancelled. Sends
+    each trajectory as it ends. Raises UsageError if the buffer did not mint the fleet's weight version."""
     store, reader = buffer.store, buffer.reader
     if not store.versions.knows_version(fleet.version):
         hint = "publish(learner.weights(), fleet, buffer) before"
@@ -201,11 +204,12 @@ async def _journaled(
     ended: list[int] = []
     news = trio.Event()
 
+    # A callback of the worker, which cannot wait: `send_ended` waits for whoever iterates in its place.
     def on_end(episode_id: int) -> None:
         ended.append(episode_id)
         news.set()
 
-    async def tell() -> None:
+    async def send_ended() -> None:
         nonlocal news
         while True:
             while ended:
@@ -229,7 +233,7 @@ async def _journaled(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Admitter(store, tasks, bounds).run, aside)
             nursery.start_soon(close_groups, aside)
-            nursery.start_soon(tell)
+            nursery.start_soon(send_ended)
             await worker.run()
             nursery.cancel_scope.cancel()
     except Exception as error:

@@ -248,6 +248,7 @@ def rollout(
             reward=reward,
             buffer=buffer,
         )
+        # Groups of a buffer are taken from the buffer, so nobody may ever iterate, which would begin the playing.
         if buffer is not None:
             rollout_stream.play()
         return rollout_stream
