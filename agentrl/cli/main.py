@@ -641,6 +641,7 @@ def _gpu_numbers(gpus: str) -> list[int]:
 
 
 def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts: bool) -> None:
+    """For `--kind embedded`: raises UsageError for an option that would have no effect on this engine."""
     if gpus:
         raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
     if lora_rank:

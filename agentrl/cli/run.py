@@ -138,7 +138,8 @@ def _tell(log: Path, *lines: str) -> None:
 
 
 def _tell_json(log: Path, *lines: str) -> None:
-    """A line of a run that logs JSON as it is; another one without the time and level, which it has not."""
+    """Print each line as an object with its `process`: a line of JSON with its own keys (time, level, message), a line
+    of text as a `message` alone."""
     for line in lines:
         if line.strip():
             row = json_log.read(line) or {"message": line}
