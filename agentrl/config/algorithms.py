@@ -141,8 +141,9 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
 
 
 def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_size: int, quorum: int | None) -> None:
-    """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
-    slots(algorithms)
+    """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other.
+    The keys of `algorithms` are the fields that name them, such as `algo`."""
+    slots(algorithms)  # raises if two algorithms mean different models by one name
     if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):
         names = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
         hint = f"{names} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"

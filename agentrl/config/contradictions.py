@@ -95,6 +95,7 @@ def _typed(field: str, name: str, value: object) -> str:
 
 
 def _of_alarms(config: RunConfig) -> Iterator[str]:
+    """An action whose alarm has no bound: an alarm without a bound never goes off."""
     alarms = config.alarms
     for name in alarms.actions:
         bounds = [bound for bound in type(alarms).model_fields if bound in (f"{name}_above", f"{name}_below")]

@@ -613,7 +613,8 @@ class RunConfig(WithRoles, _Section):
     @model_validator(mode="before")
     @classmethod
     def _of_tasks(cls, document: Any) -> Any:
-        """A run that names no environment is on that of its first task."""
+        """Take `env.id` from the first [[tasks]] table if [env] has none. Raises ConfigError for an `env.id` that none
+        of these tables plays, since it would have no effect."""
         match document:
             case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
                 read = [

@@ -604,6 +604,7 @@ def _place(model: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:
+    """The keys of the table at `path`, which pydantic gives for an unknown key: a close one is proposed."""
     for part in path:
         if isinstance(part, int):
             continue
