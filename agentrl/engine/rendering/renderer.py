@@ -116,9 +116,9 @@ class Renderer:
         return self.conversations.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def _name_left_out(self, messages: Sequence[Message], tools: Tools, written: str) -> None:
-        """Name messages that the template did not write, and keys that it does not look at. An earlier turn of the
-        assistant may lose its thoughts by the template's own rule, so only other roles are looked for. Never a refusal:
-        a policy's program may have sent the messages."""
+        """Note each message whose text is not in `written`, the rendered conversation, and each key that the template
+        does not read. Messages of the assistant are not looked for: many templates drop the thoughts of earlier turns
+        on purpose. Never a refusal: a policy's program may have sent the messages."""
         template = self.conversations.template(tools=bool(tools))
         for number, message in enumerate(messages):
             for key in unread(template, message):

@@ -86,6 +86,8 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         threading.Thread(target=_free, args=(replaced,), name="free-weights", daemon=True).start()
 
     def _load(self, data: weight_file.Bytes) -> None:
+        """Load into the live model while generation is paused; the layers are taken apart by the first call of an
+        update."""
         if not self._open:
             initialize_layerwise_reload(self.model)
             self._open = True
