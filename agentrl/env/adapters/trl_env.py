@@ -88,6 +88,8 @@ class TrlEnv(ToolEnv):
         return dict(self._rows[(self._seed or 0) % len(self._rows)])
 
     async def prompt(self, task: Mapping[str, Json]) -> Sequence[Message]:
+        """Reset the author's environment for the task. As in TRL, the text that `reset` returns is appended to the last
+        message of the prompt."""
         seen = cast(object, await self._hook(functools.partial(self._env.reset, **task)))
         if seen is not None and not isinstance(seen, str):
             name, kind = type(self._env).__name__, type(seen).__name__

@@ -106,7 +106,7 @@ class OpenRequests:
         self._current: Pending | None = None
         self._left: LostAnswer | None = None  # why the current request is lost, unless it is repeated
         self._lost: list[LostAnswer] = []
-        self._answers = 0
+        self._answers = 0  # that were read
         self._longest_s = _LEAST_S  # the longest wait for an answer that was read
         self._read_s = 0.0  # when an answer was read last
         self._is_unread = False
