@@ -35,6 +35,7 @@ class Withheld:
         return {name: value for name, value in variables.items() if not self._has(name)}
 
     def _has(self, name: str) -> bool:
+        """Whether the child does not get the variable `name`. The first rule that knows the name decides."""
         if name in self.names:
             return True
         if _DATABASE.fullmatch(name):

@@ -82,7 +82,9 @@ class CallDeadlines:
         self.over: Whose | None = None
         self._used = 0.0
         self._clock, self._token = current_clock(), current_trio_token()
-        self._left = [own_s, policy_s, inf]  # by whose time it is, as the next one
+        # Both by `Whose`: the seconds left to each side, where the host has no deadline, and how many tasks of this
+        # watch wait for it.
+        self._left = [own_s, policy_s, inf]
         self._tasks = [0, 0, 0]
         self._tasks[_whose.get()] = 1
         self._outer: tuple[CallDeadlines, ...] = ()

@@ -124,12 +124,13 @@ class GroupCpuTime(CpuTime):
         return self._group_s() - self._before_s
 
     def _group_s(self) -> float:
-        """CPU seconds of the group since it was made."""
+        """CPU seconds of the group since it was made, 0 where they cannot be read."""
         with suppress(OSError, ValueError, KeyError):
             if self._usage is not None:
                 text = self._usage.read_text()
-                microseconds = dict(line.split() for line in text.splitlines()).get("usage_usec") if " " in text else 0
-                return int(microseconds or 0) / 1e6 if " " in text else int(text) / 1e9
+                if " " not in text:  # `cpuacct.usage` of version 1: one number, in nanoseconds
+                    return int(text) / 1e9
+                return int(dict(line.split() for line in text.splitlines())["usage_usec"]) / 1e6
         return 0.0
 
 

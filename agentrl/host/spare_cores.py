@@ -43,16 +43,17 @@ class SpareCores:
         self._since = self._look()
 
     def threads(self) -> int:
-        """From 1 to the cores of this process."""
+        """Return how many threads the next piece of work may take, from 1 to the cores of this process."""
         now = self._clock()
         if self._most == 1 or now - self._since[0] < _WINDOW_S:
             return self._threads
-        began, used, idle = self._since
-        self._since = self._look()
-        if idle is not None and self._since[2] is not None:
-            free = (self._since[1] - used + self._since[2] - idle) / (now - began)
+        began, used_before, idle_before = self._since
+        _, used, idle = self._since = self._look()
+        if idle is not None and idle_before is not None:
+            free = (used - used_before + idle - idle_before) / (now - began)
             # What this process used counts as free for it: by idle time alone, an engine that has taken three cores
-            # would see none left, give them back at the next look, and take them again.
+            # would see none left, give them back at the next look, and take them again. A rest of at least `_ENOUGH`
+            # cores is one more thread.
             self._threads = min(self._most, max(1, int(free + 1 - _ENOUGH)))
         return self._threads
 
