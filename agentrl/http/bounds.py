@@ -118,7 +118,7 @@ class Connections:
             self._peers[place.peer].waiting[place] = None
 
     def leave(self, place: ConnectionPlace) -> None:
-        """It is closed."""
+        """Give back the place of a connection that is closed. Safe to call again."""
         if place.taken:
             return
         place.taken = True
@@ -200,6 +200,7 @@ class Measure:
             raise RequestRefused(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def header(self, name: bytes, value: bytes) -> None:
+        """Count a header. A content-length above the bound is refused here, before any byte of the body."""
         # 4 for the colon, the space and the line's end, as they came: a thousand empty headers are not free.
         self._headers += len(name) + len(value) + 4
         if self._headers > self._bounds.head_bytes:
