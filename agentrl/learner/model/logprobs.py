@@ -141,6 +141,8 @@ class Places:
 
 
 Block = tuple[slice, tuple[slice, Tensor, Tensor], tuple[slice, Tensor, Tensor]]
+"""The rows of a block, counted from the first row of its chunk; its `own` and its `plain` places, as `Places.cut` gives
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,8 @@ class TokenQuery:
     block: int
 
     def chunks(self, count: int) -> Iterator[tuple[slice, list[Block]]]:
-        """The chunks of so many rows; the blocks of each, by their rows from the first of the chunk, and the places in
-        them."""
+        """Divide `count` rows into chunks, and yield for each the slice of its rows and its blocks. The logits of a
+        chunk are computed at once; they are widened and read block by block."""
         spans = [range(first, min(first + self.rows, count)) for first in range(0, count, self.rows)]
         edges = [*(start for span in spans for start in span[:: self.block]), count]
         blocks = zip(pairwise(edges), self.own.cut(edges), self.plain.cut(edges), strict=True)

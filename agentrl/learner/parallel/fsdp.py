@@ -216,8 +216,9 @@ def waits(optimizer: torch.optim.Optimizer) -> bool:
 def load_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
-    """Load the state of an optimizer, on every rank: whole tensors, which are copied, and `shards` by their parameters,
-    which are cut as these are. If it is to wait in host memory, no more than one tensor is on the device at a time."""
+    """Load the state of an optimizer, on every rank. `state` has whole tensors, of which each rank copies its own part.
+    `shards` has, by the number of the parameter, tensors that are this rank's part already. If the state is to wait in
+    host memory, no more than one tensor is on the device at a time."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     away = waits(optimizer)
 

@@ -185,7 +185,9 @@ def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
 
 
 def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[Span]], list[int]]:
-    """So many runs of nodes, the dearest first, each to the rank that sees the least so far; and what each sees."""
+    """Cut the nodes into `runs` runs of about equal length, and deal them out to `size` ranks: the costliest first,
+    each to the rank whose runs cost the least so far, if it may have one more. Returns the runs and the cost of each
+    rank. A run costs the pairs of a query and a key that its nodes see."""
     first, nodes = branches[0].start, branches[-1].stop - branches[0].start
     edges = list(dict.fromkeys(first + nodes * number // runs for number in range(runs + 1)))
     cost = {
@@ -193,7 +195,7 @@ def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[
         for run in pairwise(edges)
     }
     shares: list[list[Span]] = [[] for _ in range(size)]
-    seen = [0] * size
+    seen = [0] * size  # the cost of each rank
     most = -(-len(cost) // size)
     for run in sorted(cost, key=lambda run: -cost[run]):
         rank = min((rank for rank in range(size) if len(shares[rank]) < most), key=seen.__getitem__)

@@ -485,10 +485,10 @@ class Leader:
         progress: Callable[[], None] = lambda: None,
         ends: Callable[[str], None] | None = None,
     ) -> None:
-        """Rank i is on `devices[i]`. `deadline_s` is of a collective, `start_s` of the start of a process and of the
-        loading of its models. `progress` is called as long as some rank gets on. `ends` is called, on a thread, if this
-        process cannot raise what it should, since torch does not come back; the process is ended then. Raises
-        RankLost."""
+        """Rank i is on `devices[i]`. `deadline_s` bounds a collective, `start_s` the start of a process and the loading
+        of its models. `progress` is called as long as some rank makes progress. A rank may be lost while this process
+        is inside a call of torch that does not return, so that RankLost cannot be raised: then `ends` is called, on a
+        thread, with the reason, and has to end the process. Raises RankLost."""
         self.size, self._deadline_s, self._start_s = len(devices), deadline_s, start_s
         self._progress, self._closed = progress, threading.Event()
         folder = OwnedFolder()
