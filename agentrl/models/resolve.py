@@ -116,9 +116,9 @@ def renderer_of(config: RunConfig) -> Renderer:
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
-    """The dtype in which engines compute with the model of `folder`, and in which weights are sent. "auto" is the
-    model's own dtype, but bfloat16 for a float32 model, as in vLLM; for the embedded engine that in which a CPU such as
-    this one computes the model fastest."""
+    """The dtype in which engines compute with the model of `folder`, and in which weights are sent. For the embedded
+    engine, "auto" is the dtype in which a CPU such as this one computes the model fastest. For others it is float16 for
+    a float16 model and bfloat16 for every other model, as in vLLM."""
     if settings.dtype != "auto":
         return settings.dtype
     if settings.kind == "embedded":
