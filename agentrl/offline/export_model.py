@@ -126,7 +126,7 @@ def _name_of(run: Path, role: str | None) -> str:
 
 
 def _begun_with(run: Path, role: str | None) -> Path | None:
-    """The folder of that model; None if it is no longer on this machine."""
+    """The folder of the model that a run, or a role of it, began with; None if it is no longer on this machine."""
     try:
         return local_model_dir(_name_of(run, role))
     except ModelError:

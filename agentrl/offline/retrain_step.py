@@ -248,8 +248,8 @@ class _Replay:
         return live_settings.held_at(self._store, self._run_config, self._metrics.get(step), step)
 
     def go_on_with(self, config: RunConfig) -> None:
-        """Train the next step with other settings, from the same weights and optimizers. A model that only these need
-        is new."""
+        """Have the next step trained with other settings, from the same weights and optimizers. A model that the run
+        did not have and these settings need, such as a critic, starts fresh, with a note."""
         old = self.learner
         new = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
         # The masters, not the weights in the dtype of computing: a step smaller than half a unit of bfloat16 is in
@@ -352,7 +352,9 @@ def _otherwise(config: RunConfig, settings: Sequence[str]) -> RunConfig | None:
 
 
 def _begin(run: RunDir, config: RunConfig, store: RunStore, step: int) -> Path | None:
-    """The checkpoint to begin from; None for the weights that the run began with."""
+    """The newest checkpoint before `step` from which all steps up to it can be trained again; None for the weights that
+    the run began with. Raises UsageError if one of these steps lacks tokens or episodes."""
+    # By step, what the store lacks of it: "" if nothing. A step that it does not know lacks all its episodes.
     steps = store.trained.steps_trained()
     starts = {0: None, **{step_of(folder): folder for folder in complete(run.checkpoints)}}
     if step not in steps:
