@@ -84,8 +84,9 @@ class EnginePlan:
         return self.kv / self.cached
 
     def token_s(self, tokens: int, row: int, *, parameters: float, experts: float, used: float, rates: Rates) -> float:
-        """Seconds of a pass that samples a token each of so many rows in every copy, of which a row has `row` tokens at
-        last, and a token is sent to the share `used` of the `experts`, evenly."""
+        """Return the seconds of a pass that samples one token for each of `tokens` rows, in every copy. A row ends with
+        `row` tokens. `parameters` and `experts` count weights, the first with the second; each token is sent to the
+        share `used` of the experts, evenly."""
         of_all = tokens * self.apart // self.parts  # tokens of copies that share experts
         # The chance that none of so many tokens goes to an expert, if each chooses evenly and by itself. Weights that
         # nobody needs are not read, which is why a mixture is quick at small batches.

@@ -102,7 +102,8 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
 
 
 def _play(episode: EpisodeTimes, silent: bool) -> Play:
-    """An episode relative to its start. A turn of an earlier worker's clock is kept inside it."""
+    """An episode with times from its start. Another worker's clock may put a turn before the start or after the end:
+    the turn is cut to what lies inside."""
     duration_s = max(episode.ended_s - episode.started_s, 1e-6)
 
     def inside(time_s: float) -> float:

@@ -143,7 +143,7 @@ class MemoryBuffer:
     def finish(
         self, member: SimulatedMember, now: float, *, newest: int | None, oldest: int | None, scored: bool
     ) -> None:
-        """A member's episode ends. If it is the last open one of an open group, the group closes."""
+        """End a member's episode. If it is the last open one of a running group, the group closes."""
         member.newest, member.oldest, member.scored = newest, oldest, scored
         self._end(member)
         group = member.group
@@ -151,6 +151,7 @@ class MemoryBuffer:
             group.scored_s.append(now)
         if group.running and not group.open:
             self._close(group)
+        # A late member of a scored group leaves with its group; of one that has left, it is offered by itself.
         elif member.late and group.state is not GroupState.SCORED:
             self._late_ended.append(member)
 
@@ -248,7 +249,10 @@ class MemoryBuffer:
     def take(
         self, step: int, n: int, *, max_lag: int, close_at_bound: int | None = None, skip_at_most: int = 0
     ) -> list[Taken] | None:
-        """Take `n` groups for optimizer step `step`, and late members of older ones, as `GroupBuffer.take` does."""
+        """Take `n` groups for optimizer step `step`, and late members of older ones, as `GroupBuffer.take` does; with
+        `n` = 0 late members alone. Returns None if there are too few: groups that are too stale have left all the same.
+        Running groups at the lag bound close early if they have `close_at_bound` scored members each and make up the
+        number."""
         if n and close_at_bound is not None:
             closable = [
                 group
@@ -302,7 +306,8 @@ class MemoryBuffer:
         return stale
 
     def _skip(self, step: int, at_most: int) -> list[SimulatedGroup]:
-        """The oldest of the fresh groups without signal, as many as may still leave so for `step`."""
+        """Remove the oldest groups without signal from the fresh ones, and return them. For one `step` all calls
+        together remove `at_most`."""
         silent = [id for id in self._fresh if self._scored[id].silent][: max(0, at_most - self._skips[step])]
         if silent:
             self._skips = Counter({step: self._skips[step] + len(silent)})
