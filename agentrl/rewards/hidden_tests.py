@@ -233,8 +233,9 @@ def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
 
 
 def _of_others(lines: list[str]) -> list[_Summary]:
-    """Summaries of runners that `share` does not read. Of go's packages the verdicts of single tests count if it prints
-    them, since a package whose tests were all skipped is ok."""
+    """Summaries of mocha, node and go, which say only whether any test passed: their lines count passed tests, and that
+    number stands for `ran` too. The score "share" cannot read them. If go prints verdicts of single tests, its lines of
+    packages do not count, since a package whose tests were all skipped is ok."""
     matches = [(line, match) for line in lines if (match := _OF_OTHERS.match(line)) is not None]
     has_verdicts = any(match["go"] for _, match in matches)
     summaries: list[_Summary] = []

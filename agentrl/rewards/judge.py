@@ -126,6 +126,8 @@ class Judge:
         return (await self.score(messages_of(trajectory))).score
 
     async def _ask(self, messages: Sequence[Message], most: int | None, deadline: float) -> Judgement:
+        """Send one request. `most` is the number of characters to which the messages are shortened, None if they are
+        sent whole; `deadline` is the loop's time."""
         # 64 random bits for each call, attempts included (`test_every_call_draws_its_boundary`). With a fixed one, a
         # policy that once reads it in a log or guesses it writes its own verdict behind a forged end of the
         # transcript.

@@ -85,7 +85,8 @@ class FailureCount:
         self._sums = ScoreFailures(source=self.source)
 
     def scored(self, text: str, calls: int, reason: str) -> None:
-        """A turn got a score at the last of so many calls; `reason` is why the one before failed."""
+        """Count a turn for which `calls` calls were made, and the last gave a score; `reason` is why the call before
+        failed."""
         self._add(calls, calls - 1, reason, turns_failed=0)
         # A text is listed as one that its source cannot score only as long as it never got one:
         # `tests/rewards/test_score_failures.py::test_a_text_that_is_scored_later_is_none_that_the_source_cannot_score`.

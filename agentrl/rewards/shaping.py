@@ -52,6 +52,7 @@ class Shaping:
         return await self._potential_of(seen, turns) - await self._potential_of(seen, 0)
 
     async def _potential_of(self, seen: Trajectory, turns: int) -> float:
+        """The potential after so many turns, as the user's function gives it: called once for each state."""
         state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
         value = self.known.get(state)
         if value is None:
