@@ -67,7 +67,9 @@ class Compactor:
         return await self._compacted(self._settings, turn, step)
 
     async def _compacted(self, settings: CompactionSettings, turn: Turn, step: Step) -> Step:
-        """The answer `step` to `turn`, with the compaction that is due behind it."""
+        """Return the answer `step` to `turn` as it is, or, if the context after it reaches `settings.at` of the room,
+        with a request for a summary or with a shortened conversation. Raises EnvError in an environment of several
+        roles."""
         journal, prompts = self._journal, self._prompts
         if step.role is not None or turn.role != POLICY:
             env = journal.claim.task.env
@@ -76,7 +78,8 @@ class Compactor:
         with_request = compaction.ask(step, settings.request) if by_policy else step
         tokens_before = len(journal.context_after(turn.index))
         most = settings.at * self._max_context
-        # So that few answers are rendered twice.
+        # A cheap upper bound first: only an answer that may reach the limit is rendered here, and it is rendered again
+        # for the next turn.
         if tokens_before + compaction.most_tokens(with_request.observation) < most:
             return step
         tokens = tokens_before + len(await prompts.extension(turn, with_request.observation))

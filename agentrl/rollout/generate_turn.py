@@ -122,7 +122,8 @@ class _Log:
             raise BrokenOff
 
     def write(self) -> None:
-        """Give `keep` the tokens that came since the last part."""
+        """Give `keep` the tokens that no part before holds. A part may still be under way if an error ends the turn;
+        its chunks stay in `chunks` until `_settle` knows that they are written."""
         before, tokens_before = self.in_flight
         if self.unkept == tokens_before or not self.every:
             return
