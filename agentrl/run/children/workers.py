@@ -42,7 +42,9 @@ class Workers:
         """A worker that is not started yet."""
         registry, config = self.registry, self.registry.config
         argv = ["-m", "agentrl.run.processes.child", "worker", str(registry.run.path), str(number)]
-        seed = str(zlib.crc32(f"agentrl {config.seed}".encode()))  # one order of sets: members have one task
+        # Python orders the strings of a set by this seed. An author's code that goes through a set then gives all
+        # members of a group the same task, whichever worker plays them.
+        seed = str(zlib.crc32(f"agentrl {config.seed}".encode()))
         env = {"PYTHONHASHSEED": seed, **engine_key_variables(config, signs=False)}
         return registry.create(f"worker-{number}", argv, threads=1, env=env)
 

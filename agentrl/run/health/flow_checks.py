@@ -62,7 +62,7 @@ def learner_starves(facts: RunFacts) -> Advice | None:
 
 
 def rollouts_wait(facts: RunFacts) -> Advice | None:
-    """Nobody plays nearly all the time, since the learner cannot keep up."""
+    """For nearly all of the time no episode is played, since the learner cannot keep up."""
     if not facts.span_s > 0:
         return None
     covered, reached = 0.0, -math.inf
