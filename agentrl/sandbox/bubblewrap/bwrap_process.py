@@ -145,6 +145,7 @@ class BoxCommand:
             self.child.kill_group()
 
     async def _admit(self, group: ControlGroup | None) -> None:
+        """Wait until bwrap has made the box, put the box into its control group, and let the command begin."""
         await self._meet_tree()
         if self._tree is not None and not self.killed:
             try:
@@ -156,7 +157,7 @@ class BoxCommand:
                 pass  # it died in its setup; bwrap says why
             except OSError as error:
                 raise SandboxError(f"cannot bound a new process: {error}") from error
-            # It died in its setup, and there is nobody to let go.
+            # A broken pipe: it died in its setup, and nobody waits at the gate.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._gate, b"x")
         self.admitted.set()

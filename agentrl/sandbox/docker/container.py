@@ -210,8 +210,11 @@ class Container:
         await self._commands.must_run("the work folder", UNPACK, ".", stdin=data)
 
     async def pack(self, most_bytes: int) -> bytes:
-        """All that commands have written, for `unpack` of another box; in memory, tars of up to eight times as much."""
+        """Return all that commands have written, for `unpack` of another box, in `most_bytes` at most. In memory the
+        tars may take eight times as much before they are compressed. Raises SandboxPathError."""
         bound = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
+        # Most boxes write to the work folder alone. A call that packs a folder also reports which of the next ones hold
+        # anything, so that an empty folder costs no call.
         parts, full = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
         for place, folder in enumerate(_WRITABLE):
             if folder in full:
