@@ -47,8 +47,9 @@ def _lower_end(shares: Array, alpha: float) -> Array:
 
 
 def _log_capital(shares: Array, mean: Array, alpha: float) -> Array:
-    """Return the logarithm of the capital after each task of somebody who bets that values exceed `mean`, which is
-    above 0. A bet knows earlier tasks alone: it is the larger, the less these varied."""
+    """Return, after each task, the logarithm of the capital of somebody who began with 1 and bets on each task that its
+    share exceeds `mean`, which is above 0. A bet depends on earlier tasks alone, and is the larger, the less these
+    varied. Shares with that mean let the capital reach `2 / alpha` with probability `alpha / 2` at most (Ville)."""
     order = np.arange(1, int(shares.shape[-1]) + 1, dtype=np.float64)
     means = (0.5 + np.cumsum(shares, axis=-1)) / (order + 1)
     variances = (0.25 + np.cumsum((shares - means) ** 2, axis=-1)) / (order + 1)

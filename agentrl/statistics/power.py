@@ -31,7 +31,9 @@ class Design:
     samples: int = 1
     base_rate: float = 0.5
     correlation: float = 0.5
+    """Correlation of two samples of one model on the same task."""
     across: float = 0.4
+    """Correlation of a sample of each model on the same task."""
 
     def __post_init__(self) -> None:
         if self.tasks < 2 or self.samples < 1:
@@ -48,15 +50,18 @@ class Design:
         variances = rates * (1 - rates)
         only_first = self.base_rate * (1 - rates[1])  # solves it and the second does not, were they independent
         only_second = rates[1] * (1 - self.base_rate)
-        # Two rates that differ cannot agree perfectly: this is the covariance of models that share each difficulty.
+        # Two rates that differ cannot be correlated as highly as one rate with itself. The second bound is the
+        # covariance of models to which the same tasks are hard.
         covariance = float(min(self.across * math.sqrt(variances[0] * variances[1]), self.correlation * only_first))
         if self.samples == 1:
             return self._mcnemar_power(float(only_second) - covariance, float(only_first) - covariance)
+        # The mean of several samples has this share of one sample's variance.
         share = self.correlation + (1 - self.correlation) / self.samples
         spread = max(0.0, share * float(variances.sum()) - 2 * covariance)
         return self._t_power(difference, spread)
 
     def _t_power(self, difference: float, spread: float) -> float:
+        """Return the power of the t test over tasks; `spread` is the variance of a task's difference."""
         stats: Any = scipy_stats()
         # Agresti and Min's additional tasks, as in `paired.over_tasks`.
         count = self.tasks + 2
