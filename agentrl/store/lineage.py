@@ -136,7 +136,8 @@ class Lineage(StorePart):
         return attempt
 
     def _hold_back(self, first: float) -> None:
-        """Take training groups from id `first` on from their workers."""
+        """Let training groups from id `first` on wait again: their episodes leave their workers, and the deadlines of
+        the groups begin anew with the next claim. `first` may be infinite, for none."""
         self._db.execute(
             "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND evaluation = 0"
             " AND holder IS NOT NULL AND group_id >= ?",

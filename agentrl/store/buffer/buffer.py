@@ -349,8 +349,9 @@ class GroupBuffer(StorePart):
         return 0 if row is None else row[0]
 
     def _at_bound(self, step: int, max_lag: int) -> dict[int, int]:
-        """By id, the scored members of each running group that can be judged, and was admitted so early that `step` is
-        the last to train its first tokens."""
+        """Return the running groups at the lag bound, by id with their number of scored members. Their first tokens may
+        be so old that no step after `step` can train them. A group with too few scored members to be judged is left
+        out."""
         rows = self._db.rows(
             "SELECT id, size, n_scored FROM groups INDEXED BY groups_running"
             " WHERE state = 'running' AND purpose = 'train' AND started_step <= ? ORDER BY id",

@@ -352,6 +352,8 @@ class PartEntry(EpisodeWrite):
         self._packed = self._packed or pack_part(self.episode_id, self._part)
 
     def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
+        """Add the part to `rows`. Raises StoreError for a part that does not follow the tokens that are written: of
+        another turn than the one under way, or with a gap."""
         part = self._part
         if part.index != stands.last + 1:
             raise StoreError(

@@ -416,8 +416,8 @@ def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> M
 
 
 def _earned(where: str, id: int) -> tuple[Query, Query]:
-    """Return two queries on the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and
-    scores of turns. A run without sources looks at no turn for the latter."""
+    """Return two queries for what the episodes (`e`) that `where` selects have earned in their last trials: each turn
+    with the rewards of its step, and the scores of reward sources. `id` fills the placeholder in `where`."""
     turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
     return (
         (
@@ -426,6 +426,7 @@ def _earned(where: str, id: int) -> tuple[Query, Query]:
             f" FROM episodes e {turns} LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY e.id, t.idx",
             (id,),
         ),
+        # Sources first, in an order that CROSS JOIN fixes: a run without reward sources then looks at no turn.
         (
             f"SELECT e.id, t.idx, r.source, r.value FROM sources c CROSS JOIN episodes e ON {where} {turns}"
             " CROSS JOIN rewards r ON r.turn_id = t.id AND r.source = c.source AND r.counts = 1",
