@@ -98,7 +98,7 @@ def known() -> dict[str, Column]:
 
 def column(name: str) -> Column:
     """A registered column. Raises UnknownIdError."""
-    # Known without a look at the registry: each chunk of a run that cuts has this column.
+    # Answered without the registry, for speed: where top_p, top_k or min_p cut, every chunk of tokens has this column.
     if name == KEPT:
         return _KEPT
     kind = cast(Any, registry.resolve("columns", name))

@@ -94,6 +94,7 @@ def _header(data: bytes) -> tuple[str, int, int]:
 
 
 def _webp(data: bytes) -> tuple[int, int]:
+    """Width and height by the first chunk of a WebP file, extended, lossless or lossy; zeros for another chunk."""
     kind = data[12:16]
     if kind == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")

@@ -62,7 +62,8 @@ def _encoded(ids: Sequence[int]) -> list[int]:
 
 
 def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
-    """The head and the numbers of each token of a column."""
+    """Split a column into the head and the numbers of each token. The size of a head, without its sign, is how many
+    numbers follow it."""
     position = 0
     while position < len(values):
         head = int(values[position])
