@@ -36,7 +36,8 @@ def resume(run: RunDir, body: Any) -> Json:
 
 
 def change(run: RunDir, body: Any) -> Json:
-    """Give it other `settings`, texts of the form `section.key=value`. Raises as `steering.change_under_way`."""
+    """Change the `settings` of a run that is under way; the request's document has them as texts of the form
+    `section.key=value`. Raises UsageError for another document, and as `steering.change_under_way`."""
     settings = _document(body, "settings").get("settings")
     if not isinstance(settings, list) or not 0 < len(cast("list[Any]", settings)) <= _MOST:
         raise UsageError(f"settings are a list of 1 to {_MOST} texts: train.lr=1e-6")

@@ -199,6 +199,8 @@ class _Guard:
         self._right = f"Bearer {visitors.token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by a refusal, by an answer that was made for another viewer and still counts as known, or by the
+        application."""
         if scope["type"] != "http":
             return
 
