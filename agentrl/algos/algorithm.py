@@ -132,7 +132,7 @@ class Algorithm(BaseModel):
     unused: ClassVar[frozenset[str]] = frozenset()
     """Settings that a kind inherits but does not use: they stay at their defaults."""
 
-    kind: Any
+    kind: Any = ""
     """Algorithm that trains the policy. An installed package may offer more of them under the entry-point group
     `agentrl.algorithms`. An algorithm of your own can also be named as `module:Class` or `file.py:Class`."""
 
@@ -150,7 +150,7 @@ class Algorithm(BaseModel):
     of an episode's loss, whatever its length). Where lengths differ, only a number keeps the direction of the gradient
     of the expected return."""
 
-    # A class outside of the registry is named by its reference, which no subclass lists among its kinds.
+    # A class outside of agentrl has the id or the reference that the run file gave, which it need not list as its kind.
     @field_serializer("kind")
     def _kind(self, kind: str) -> str:
         return kind

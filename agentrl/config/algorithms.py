@@ -36,17 +36,14 @@ def read(table: Any, field: str) -> Any:
         algorithm_class = algorithm(kind)
     except UsageError as error:
         raise ConfigError(f"{field}.kind", kind, str(error)) from None
-    if is_reference := ":" in kind:
-        settings = {
-            key: value for key, value in settings.items() if key != "kind"
-        }  # the class knows its own kind alone
+    settings = {key: value for key, value in settings.items() if key != "kind"}  # a class knows its own kind at most
     try:
         algo = algorithm_class.model_validate(switched_off(settings, algorithm_class))
     except ValidationError as error:
         raise config_error(error, algorithm_class, tuple(field.split("."))) from None
-    # The reference is put back after the reading: the other processes of the run read kind and settings from a file,
-    # and have to find the class again.
-    return algo.model_copy(update={"kind": kind}) if is_reference else algo
+    # The kind is put back after the reading: the other processes of the run read kind and settings from a file, and
+    # have to find the class again. One derived from GRPO would be GRPO there.
+    return algo.model_copy(update={"kind": kind})
 
 
 def by_reference(document: dict[str, Any], reference_of: Callable[[type], str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from each_case import each_case
 
 from agentrl import config, registry
+from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.importance import importance_weights
@@ -159,6 +160,19 @@ def test_a_run_file_without_a_kind_means_grpo() -> None:
     assert config.parse({**RUN_FILE, "algo": {"clip_low": 0.1}}).algo == GRPO(clip_low=0.1)
     read = config.parse({**RUN_FILE, "algo": {"kind": "grpo", "scale": "std"}})
     assert config.from_json(config.to_json(read)) == read
+
+
+@each_case("base", [Algorithm, GRPO])
+def test_an_algorithm_of_a_package_needs_no_kind_of_its_own(
+    base: type[Algorithm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(base):
+        strength: float = 1.0
+
+    monkeypatch.setattr(registry, "_registered", {**registry._registered, ("algorithms", "mine"): Mine})
+    read = config.parse({**RUN_FILE, "algo": {"kind": "mine", "strength": 0.5}})
+    assert (type(read.algo), read.algo.kind, read.algo.strength) == (Mine, "mine", 0.5)
+    assert config.from_json(config.to_json(read, defaults=False)) == read
 
 
 @each_case(
