@@ -85,7 +85,9 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
         return load_reference(id)
     registered = ids(kind)
     listed = dict.fromkeys([*nearest(id, registered), *registered])
-    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(listed) or 'none'}")
+    # An editable install takes changed code by itself, but not a changed pyproject.toml.
+    hint = "if its package is new or has new entry points, pip install it again"
+    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(listed) or 'none'}; {hint}")
 
 
 def nearest(id: str, known: list[str]) -> list[str]:

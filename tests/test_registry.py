@@ -17,7 +17,7 @@ def module_level() -> int:
 
 
 def test_an_unknown_id_names_the_nearest_known_one() -> None:
-    with pytest.raises(UnknownIdError, match="CodeRepair-v0"):
+    with pytest.raises(UnknownIdError, match=r"known: agentrl/CodeRepair-v0, .* new .* pip install it again"):
         registry.resolve("environments", "agentrl/CodeRepiar-v0")
 
 
