@@ -20,6 +20,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl import registry
 from agentrl.cli import tables
 from agentrl.cli.command_groups import OrderedCommands, arrange
 from agentrl.cli.compare import compare
@@ -449,12 +450,13 @@ def _show_validation(validation: Validation, drop: Path | None, dropped: int | N
 @app.command("list")
 def list_ids(
     kind: Annotated[
-        Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms"] | None,
+        registry.Kind | None,
         typer.Argument(help="Only of this kind"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """List the installed environments, tools, sandboxes, models, per-token columns and algorithms."""
+    """List everything installed that has an id: environments, tools, sandboxes, models, algorithms, trackers and so
+    on."""
     from agentrl.cli.registered_ids import KINDS, entries
 
     kinds = KINDS if kind is None else (kind,)
