@@ -147,10 +147,12 @@ check: setup $(VENV)/.adapters $(VENV)/.smollm2 ## ruff, pyright, import rules, 
 	@$(MAKE) --no-print-directory --output-sync=target --jobs=2 types snippets
 
 .PHONY: check-room
+ROOM_FOLDER = $(if $(ROOM),$(wildcard agentrl/$(ROOM)/ $(ROOM)/agentrl_$(ROOM)/))
 check-room: setup $(VENV)/.dev ## ruff, pyright and import rules for one room, in under a minute: make check-room ROOM=algos
-	$(BIN)/ruff check agentrl/$(ROOM) $(wildcard tests/$(ROOM))
-	$(BIN)/ruff format --check agentrl/$(ROOM) $(wildcard tests/$(ROOM))
-	$(BIN)/pyright agentrl/$(ROOM)
+	@test -n "$(ROOM_FOLDER)" || { echo "ROOM=$(ROOM) is none of: environments tools $(notdir $(patsubst %/,%,$(wildcard agentrl/[a-z]*/)))"; exit 2; }
+	$(BIN)/ruff check $(ROOM_FOLDER) $(wildcard tests/$(ROOM))
+	$(BIN)/ruff format --check $(ROOM_FOLDER) $(wildcard tests/$(ROOM))
+	$(BIN)/pyright $(ROOM_FOLDER)
 	$(BIN)/python -m pytest -q tests/test_imports.py -k "not fresh_interpreter"
 
 .PHONY: types snippets
