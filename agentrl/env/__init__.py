@@ -10,7 +10,7 @@ step_results.py       the answers of an environment, checked where they come in
 tasks.py              the tasks of a run; dataset_env.py and datasets.py: tasks from rows of data
 snapshots.py          an episode with a box as bytes, for another instance
 sync_async.py         threads for code that blocks; asyncio_code.py: code that is written with asyncio
-reward_functions.py   the reward functions of `RowsEnv`: signatures, calls, numbers
+reward_functions.py   the reward functions of data sets: signatures, calls, numbers
 """
 
 from agentrl.env.core import Env, as_async, as_messages

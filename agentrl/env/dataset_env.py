@@ -1,9 +1,10 @@
-"""`RowsEnv`: an environment of a data set and reward functions. Nobody has to write an environment for one question and
-one answer.
+"""`RowsEnv` and `RowsToolEnv`: environments of a data set and reward functions. Nobody has to write an environment for
+one question and one answer.
 
 A row is the question, the policy answers once, and functions judge the answer: `(prompt, completion, row) -> float`, or
-those written for TRL (`agentrl.env.reward_functions`). Its rows are reset options, of `[[tasks]] rows = "train.jsonl"`;
-held-out ones are those of its argument `rows`, by seed.
+those written for TRL (`agentrl.env.reward_functions`). With functions as tools the policy may call them before it
+answers. The rows are reset options, of `[[tasks]] rows = "train.jsonl"`; held-out ones are those of the argument
+`rows`, by seed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from agentrl import notices
 from agentrl.env.chat_messages import plain_messages, plain_tools, without_padded_arguments
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
-from agentrl.env.limits import finite, positive_seconds
+from agentrl.env.limits import EpisodeLimits, ParsePolicy, finite, positive_seconds
 from agentrl.env.reward_functions import NOBODY_JUDGES, Answer, RewardFunction
 from agentrl.env.reward_process import AnswerScores, RewardProcesses
+from agentrl.env.tool_env import Grade, ToolEnv
+from agentrl.env.tools.by_name import Named
+from agentrl.env.tools.tools import CallResult, completion_messages, without_last_results
 from agentrl.errors import EnvError, UsageError, boundary
 from agentrl.records import Json, Message, Messages
 
 ID: Final = "agentrl.env.dataset_env:RowsEnv"
-"""The id of this environment in a run file."""
+"""The id of the environment of questions and answers in a run file."""
+TOOLS_ID: Final = "agentrl.env.dataset_env:RowsToolEnv"
+"""The id of the environment whose policy may call tools before it answers."""
+IDS: Final = (ID, TOOLS_ID)
 
 log = logging.getLogger(__name__)
 
@@ -88,19 +95,31 @@ class RowsEnv(Env):
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         super().reset(seed=seed)
-        row = dict(options or {})
-        if not row:
-            if not self._rows:
-                raise UsageError(f"{ID} has no row to ask: give [[tasks]] rows = FILE, or its argument rows")
-            row = dict(self._rows[(seed or 0) % len(self._rows)])
-        self._row, self._opening = row, self._messages(row)
-        self._name_unused(row)
-        return self._opening, {}
+        return self.ask(self.row_of(seed, options)), {}
 
     def step(self, action: str) -> StepResult:
+        return (), 0.0, True, False, self.judge(action)
+
+    def row_of(self, seed: int | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The row that a reset asks: its options, or without any the row `seed` of `rows`."""
+        if options:
+            return dict(options)
+        if not self._rows:
+            raise UsageError("there is no row to ask: give [[tasks]] rows = FILE, or env.kwargs.rows")
+        return dict(self._rows[(seed or 0) % len(self._rows)])
+
+    def ask(self, row: Mapping[str, Any]) -> Messages:
+        """The question of a row, to which the next answers belong."""
+        self._row, self._opening = row, self._messages(row)
+        self._name_unused(row)
+        return self._opening
+
+    def judge(self, completion: str, messages: Sequence[Message] = ()) -> dict[str, Json]:
+        """The info of an answer: its outcome and what each function gives. `messages` are all of its episode after the
+        question, if it is more than one."""
         talk = isinstance(self._row.get(self._column), list)
-        answer = Answer(prompt=self._opening, completion=action, row=self._row, talk=talk)
-        judgement = self._judge(answer)
+        answer = Answer(prompt=self._opening, completion=completion, row=self._row, talk=talk, messages=messages)
+        judgement = self._scores(answer)
         for name in judgement.late:
             log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
         scores: dict[str, Json] = {name: score for name, score in judgement.scores.items() if score is not None}
@@ -113,7 +132,7 @@ class RowsEnv(Env):
         info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": scores}
         if judgement.late:
             info["scores_late"] = list(judgement.late)
-        return (), 0.0, True, False, info
+        return info
 
     @property
     def _column(self) -> str:
@@ -161,7 +180,7 @@ class RowsEnv(Env):
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return (*system, *messages)
 
-    def _judge(self, answer: Answer) -> AnswerScores:
+    def _scores(self, answer: Answer) -> AnswerScores:
         if self._processes:
             return _shared(self._names, self._processes).judge(answer, self._reward_s)
         scores: dict[str, float | None] = {}
@@ -169,6 +188,65 @@ class RowsEnv(Env):
             with boundary(EnvError, f"the reward function {name!r} raised", place=True):
                 scores[name] = self._functions[name](answer)
         return AnswerScores(scores)
+
+
+class RowsToolEnv(ToolEnv):
+    """A question, tools, and one answer, as with TRL's `GRPOTrainer(tools=[multiply])`. `tools` are functions with type
+    hints and a docstring, as for `@agentrl.tool`, or their references; `agentrl.env.tools.by_name` has what else they
+    may be. `rewards` and the other `rows_settings` are those of `RowsEnv`.
+
+    The policy calls tools and reads their results. Its first turn without a call is the answer: it ends the episode and
+    is judged. A limit, such as `limits = { turns = 4 }`, may end the episode before that; then its last turn is judged,
+    calls included.
+
+    Reward functions get the text of that turn as completion. Where a row's prompt is a list of messages, those of TRL
+    get the messages of the whole episode: with `tool_calls`, and the answers of the tools. As in TRL, the last one is
+    the policy's: results that it never read are left out.
+
+    A tool raises `ToolError` for what the policy should read. Against TRL's rule any other exception fails the episode,
+    as it may be no doing of the policy's. It does not promise replay, since a tool may do anything."""
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Named],
+        rewards: Sequence[str],
+        box: Mapping[str, Any] | None = None,
+        limits: EpisodeLimits | Mapping[str, Any] | None = None,
+        parse_policy: ParsePolicy | Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+        **rows_settings: Any,
+    ) -> None:
+        if not _is_list(tools) or not tools:
+            raise UsageError(f"tools = {tools!r}: give a list of functions, as ['tools.py:multiply']")
+        super().__init__(tools=tools, box=box, limits=limits, parse_policy=parse_policy, tool_format=tool_format)
+        self._rows = RowsEnv(rewards=rewards, **rows_settings)
+        self.needs_step_s, self.needs_step_by = self._rows.needs_step_s, self._rows.needs_step_by
+        self._action = ""
+        self._messages: list[Message] = []
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        return self._rows.row_of(self._seed, options)
+
+    def prompt(self, task: Mapping[str, Json]) -> Messages:
+        self._action, self._messages = "", []
+        return self._rows.ask(task)
+
+    async def astep(self, action: str) -> StepResult:
+        self._action = action
+        return await super().astep(action)
+
+    def on_text(self, text: str) -> None:
+        """Take a turn without a call for the answer."""
+        self.finish()
+
+    def after_turn(self, results: Sequence[CallResult]) -> None:
+        self._messages += completion_messages(self._format.parse(self._action, self.schemas), self._action, results)
+
+    def grade(self) -> Grade:
+        info = self._rows.judge(self._action, without_last_results(self._messages))
+        outcome, success = cast("float", info.pop("outcome")), bool(info.pop("success"))
+        return Grade(outcome=outcome, success=success, info=info)
 
 
 class _Cells(string.Formatter):

@@ -28,7 +28,8 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from agentrl import registry
-from agentrl.env.dataset_env import ID
+from agentrl.env.dataset_env import ID, TOOLS_ID
+from agentrl.env.tools.tools import FunctionTool
 from agentrl.errors import UsageError
 
 
@@ -161,6 +162,10 @@ Rewards = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
 """Reward functions, or their references; one may stand alone."""
 
 
+Tools = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
+"""Functions that the policy may call, or their references; one may stand alone."""
+
+
 def document_of(
     out: Path,
     dataset: Rows,
@@ -169,21 +174,26 @@ def document_of(
     eval_dataset: Rows | None,
     user_sections: Mapping[str, Any],
     trl_class: str | None = None,
+    tools: Tools = (),
 ) -> dict[str, Any]:
     """The sections `env`, `tasks` and `eval` laid under those of the user; files of rows stand beside `out`. With
     `trl_class`, the reference of an environment class written for TRL ("" if the user's section names it), the rows are
-    its tasks, and the functions judge its episodes.
+    its tasks, and the functions judge its episodes. With `tools` the policy may call these before it answers.
 
-    Raises UsageError for rows that JSON cannot carry, and for functions that another process cannot import."""
-    functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else reward_funcs
-    rewards = [each if isinstance(each, str) else reference_of(each, out) for each in functions]
+    Raises UsageError for rows that JSON cannot carry, for functions that another process cannot import, and for tools
+    without type hints or a docstring."""
+    rewards = [each if isinstance(each, str) else reference_of(each, out) for each in _listed(reward_funcs)]
     env = dict(cast("Mapping[str, Any]", user_sections.get("env", {})))
-    if trl_class is None:
-        kwargs = {"rewards": rewards, **env.get("kwargs", {})}
-    else:
+    kwargs: dict[str, Any] = dict(env.get("kwargs", {}))
+    if trl_class is not None:
         class_kwargs = {"env": trl_class} if trl_class else {}
-        kwargs = {**class_kwargs, **({"reward_funcs": rewards} if rewards else {}), **env.get("kwargs", {})}
-    document = {**user_sections, "env": {**env, "id": ID if trl_class is None else TRL_ID, "kwargs": kwargs}}
+        kwargs = {**class_kwargs, **({"reward_funcs": rewards} if rewards else {}), **kwargs}
+        id = TRL_ID
+    else:
+        references = [_tool_reference(each, out) for each in _listed(tools)]
+        kwargs = {"rewards": rewards, **({"tools": references} if references else {}), **kwargs}
+        id = TOOLS_ID if "tools" in kwargs else ID
+    document = {**user_sections, "env": {**env, "id": id, "kwargs": kwargs}}
     if "tasks" not in user_sections:
         document["tasks"] = [{"rows": _file(dataset, out, "train")}]
     if eval_dataset is not None:
@@ -194,6 +204,18 @@ def document_of(
             first_set["n"] = len(cast("Sequence[Any]", eval_dataset))
         document["eval"] = {**evaluation, "sets": [first_set, *evaluation.get("sets", [])]}
     return document
+
+
+def _listed(functions: Rewards | Tools) -> Sequence[Callable[..., Any] | str]:
+    return [functions] if isinstance(functions, str) or callable(functions) else functions
+
+
+def _tool_reference(tool: Callable[..., Any] | str, out: Path) -> str:
+    if isinstance(tool, str):
+        return tool
+    if inspect.isroutine(tool):
+        FunctionTool(tool)  # refused here, not in the first worker
+    return reference_of(tool, out)
 
 
 def _file(rows: Rows, out: Path, kind: str) -> str:

@@ -91,7 +91,7 @@ def with_held_out_sizes(config: RunConfig) -> RunConfig:
 
 def held_out_rows(config: RunConfig) -> int | None:
     """How many rows the environment of a configuration asks by seed; None for one of another kind."""
-    where = config.env.kwargs.get("rows") if config.env.id == dataset_env.ID else None
+    where = config.env.kwargs.get("rows") if config.env.id in dataset_env.IDS else None
     return None if where is None else len(read_rows(where)) or None
 
 
@@ -115,7 +115,7 @@ def name_shared_rows(config: RunConfig) -> None:
 
 def _rows_of(config: RunConfig, held_out: HeldOut) -> str | None:
     """The file of a held-out set of rows."""
-    if (held_out.id or config.env.id) != dataset_env.ID:
+    if (held_out.id or config.env.id) not in dataset_env.IDS:
         return None
     return {**config.env.kwargs, **held_out.kwargs}.get("rows")
 

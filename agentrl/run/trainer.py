@@ -53,7 +53,7 @@ from agentrl.run.callbacks.callback import Callback, check_callbacks
 from agentrl.run.callbacks.delivery import telling
 from agentrl.run.callbacks.tracker import hand_over, made
 from agentrl.run.children.engine_process import check_arguments
-from agentrl.run.dataset import TRL_ID, Rewards, Rows, document_of, reference_of, write_run_file
+from agentrl.run.dataset import TRL_ID, Rewards, Rows, Tools, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
 from agentrl.run.preflight import check_limits, check_tasks
@@ -87,6 +87,7 @@ class Trainer:
 
     Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
     functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
+    `tools` are functions with type hints and a docstring that the policy may call before it answers.
     With `env`, a class written for TRL's environment_factory (or `agentrl/TRL-v0`), the rows are its tasks, and the
     functions get `environments` as in TRL.
     Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.dataset_env` for `env.kwargs`.
@@ -112,6 +113,7 @@ class Trainer:
         reward: Rewarder | str | None = None,
         dataset: Rows | None = None,
         reward_funcs: Rewards = (),
+        tools: Tools = (),
         eval_dataset: Rows | None = None,
         callbacks: Sequence[Callback] = (),
         out: Path | str = "runs/run",
@@ -121,14 +123,23 @@ class Trainer:
         document = by_reference(_document(config), partial(reference_of, out=Path(out)))
         if model is not None:
             document["model"] = str(model)
-        if dataset is not None or reward_funcs:
+        if dataset is not None or reward_funcs or tools:
             trl_class = _trl_class(env, Path(out))
             if dataset is None or (not reward_funcs and trl_class is None) or (env is not None and trl_class is None):
                 arguments = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
                 hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
-                raise UsageError(f"Trainer got {arguments}: {hint}")
+                beside = " beside tools" if tools else ""
+                raise UsageError(f"Trainer got {arguments}{beside}: {hint}")
+            if tools and trl_class is not None:
+                raise UsageError("tools beside a class for TRL: make them methods of the class, or leave env out")
             document = document_of(
-                Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, user_sections=document, trl_class=trl_class
+                Path(out),
+                dataset,
+                reward_funcs,
+                eval_dataset=eval_dataset,
+                user_sections=document,
+                trl_class=trl_class,
+                tools=tools,
             )
             env = None
             configuration.parse(document)  # a bad setting leaves no run file

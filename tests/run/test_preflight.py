@@ -12,6 +12,7 @@ from each_case import each_case
 
 from agentrl.config import parse
 from agentrl.config.machine_defaults import Machine
+from agentrl.env.dataset_env import ID, TOOLS_ID
 from agentrl.errors import ConfigError, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import Message, Task, Trajectory
@@ -61,6 +62,11 @@ def judge(prompt: Any, completion: str, row: Any) -> float:
     return row["missing"]
 
 
+async def wait() -> str:
+    """Wait."""
+    return ""
+
+
 def same(prompt: Any, completion: str, row: Any) -> bool:
     return completion == row["answer"]
 
@@ -91,7 +97,8 @@ def model(tmp_path: Path) -> Path:
 def rows(tmp_path: Path, *found: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in found))
-    env = {"id": "agentrl.env.dataset_env:RowsEnv", "kwargs": {"rewards": [f"{HERE}:same"], **kwargs}}
+    id = TOOLS_ID if "tools" in kwargs else ID
+    env = {"id": id, "kwargs": {"rewards": [f"{HERE}:same"], **kwargs}}
     return {"env": env, "tasks": [{"rows": str(file)}]}
 
 
@@ -145,6 +152,7 @@ def test_tasks_that_the_run_skips_are_not_tried(capsys: pytest.CaptureFixture[st
             r"prompt = '\{prompt\}' cannot be filled: 'prompt'; a row has answer",
         ),
         ({"prompt": "a"}, {}, r"same' raised KeyError: 'answer' \(.*test_preflight\.py:\d+\)"),
+        ({"prompt": "a"}, {"tools": [f"{HERE}:wait"]}, r"same' raised KeyError: 'answer'"),
         ({"prompt": "a", "answer": "b"}, {"rewards": [f"{HERE}:judge"]}, r"judge' raised KeyError: 'missing'"),
     ],
 )

@@ -19,7 +19,7 @@ from agentrl.algos.algorithm import Loss, Outputs
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.grpo_variants import DAPO
 from agentrl.config import RunConfig
-from agentrl.env.dataset_env import ID
+from agentrl.env.dataset_env import ID, TOOLS_ID
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import StopReason
 from agentrl.run.run_folder import RunDir
@@ -42,6 +42,32 @@ def vowels(prompt: Any, completion: str, row: Any) -> float:
 
 def says(prompt: Any, completion: str, row: Any) -> bool:
     return row["word"] in completion
+
+
+BROKEN = "1 def group(name):\n2     return ['slow', name]\nFAIL group('big') == ['blue', 'big'], got ['slow', 'big']"
+
+
+def replace_line(line: int, text: str) -> str:
+    """Replace one line of the module.
+
+    Args:
+        line: number of the line, as shown
+        text: the whole new line, with its indentation
+    """
+    return f"{line} {text}"
+
+
+async def run_tests() -> str:
+    """Run the visible tests on the module as it stands."""
+    return "FAIL group('big') == ['blue', 'big'], got ['slow', 'big']"
+
+
+def results(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(sum(message["role"] == "tool" for message in completion)) for completion in completions]
+
+
+def undocumented(word: str) -> str:
+    return word
 
 
 class HubRows:
@@ -87,6 +113,43 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
         (turn,) = episode.turns
         row = next(row for row in ROWS if row["prompt"] in episode.start[-1]["content"])
         assert episode.outcome == pytest.approx(vowels(None, turn.text, row) + says(None, turn.text, row))
+
+
+def test_tools_stand_in_the_run_file_with_the_environment_that_has_them(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "say four", "word": "four"}\n')
+    one = trainer(tmp_path / "run", tools=[run_tests, "tools.py:other"], eval_dataset=held_out)
+    assert configuration.load(tmp_path / "run.toml") == one.config
+    own = f"{__name__}:run_tests"
+    assert (one.config.env.id, one.config.env.kwargs["tools"]) == (TOOLS_ID, [own, "tools.py:other"])
+    assert with_held_out_sizes(one.config).eval.sets[0].n == 1
+    config = {**SMALL, "env": {"kwargs": {"limits": {"turns": 3}}}}
+    alone = trainer(tmp_path / "alone", tools=run_tests, config=config).config.env.kwargs
+    assert (alone["tools"], alone["limits"]) == ([own], {"turns": 3})
+    in_section = trainer(tmp_path / "section", config={**SMALL, "env": {"kwargs": {"tools": ["tools.py:other"]}}})
+    assert in_section.config.env.id == TOOLS_ID and trainer(tmp_path / "without").config.env.id == ID
+
+
+@pytest.mark.slow
+def test_rows_reward_functions_and_tools_train(tmp_path: Path) -> None:
+    """The tools have the names of those that the tiny coder knows, so it calls them. The function of TRL's sees what
+    the policy read: all results but those of a last turn that the limit ends."""
+    asked = [{"role": "system", "content": "Make the tests pass."}, {"role": "user", "content": BROKEN}]
+    rows = [{"prompt": asked, "id": number} for number in range(3)]
+    config = {
+        **SMALL,
+        "rollout": {**SMALL["rollout"], "max_tokens_per_turn": 64, "group_size": 4},
+        "env": {"kwargs": {"limits": {"turns": 3}}},
+    }
+    one = trainer(tmp_path / "run", dataset=rows, reward_funcs=results, tools=[replace_line, run_tests], config=config)
+    assert one.train()["steps"] == 2
+    with RunStore.read(RunDir.open(tmp_path / "run").store_path) as store:
+        episodes = list(store.reads.trajectories("train"))
+    assert len(episodes) >= 8 and max(len(episode.turns) for episode in episodes) > 1
+    for episode in episodes:
+        assert episode.stop_reason in (StopReason.DONE, StopReason.TURN_LIMIT)
+        read = [message for turn in episode.turns[:-1] for message in turn.step.observation]
+        assert {message["role"] for message in read} <= {"tool"} and episode.outcome == len(read)
 
 
 class Halved(GRPO):
@@ -163,6 +226,10 @@ def test_an_algorithm_is_named_by_its_file_as_an_environment_is(tmp_path: Path) 
         ({"dataset": None}, UsageError, "give dataset and reward_funcs, or env"),
         ({"env": "agentrl/Nim-v0"}, UsageError, "give dataset and reward_funcs, or env"),
         ({"reward_funcs": [lambda prompt, completion, row: 1.0]}, UsageError, "must be a function at module level"),
+        ({"tools": [run_tests], "reward_funcs": []}, UsageError, "beside tools: give dataset and reward_funcs, or env"),
+        ({"tools": [run_tests], "env": "agentrl/TRL-v0"}, UsageError, "make them methods of the class"),
+        ({"tools": [undocumented]}, UsageError, "tool 'undocumented' needs a docstring"),
+        ({"tools": [lambda word: word]}, UsageError, "needs a docstring"),
         ({"dataset": []}, UsageError, "has no rows"),
         ({"dataset": [{"prompt": {1, 2}}]}, UsageError, "row 0 of the data set is nothing that JSON can carry"),
         ({"config": {"train": {"step": 1}}}, ConfigError, "did you mean 'steps'"),

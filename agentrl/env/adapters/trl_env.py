@@ -29,8 +29,13 @@ from agentrl.env.datasets import read_rows
 from agentrl.env.limits import finite
 from agentrl.env.reward_functions import NOBODY_JUDGES, Answer, RewardFunction
 from agentrl.env.tool_env import Grade, ToolEnv
-from agentrl.env.tools.calls import ToolCall
-from agentrl.env.tools.tools import CallResult, FunctionTool, ToolOptions, tool_messages
+from agentrl.env.tools.tools import (
+    CallResult,
+    FunctionTool,
+    ToolOptions,
+    completion_messages,
+    without_last_results,
+)
 from agentrl.errors import EnvError, InfrastructureError, Tracebacks, UsageError, place_of
 from agentrl.records import Json, Message
 
@@ -110,16 +115,7 @@ class TrlEnv(ToolEnv):
 
     def after_turn(self, results: Sequence[CallResult]) -> None:
         """Keep the conversation for reward functions, as TRL gives it to them."""
-        calls = [
-            {"type": "function", "function": {"name": result.name, "arguments": dict(result.call.arguments)}}
-            for result in results
-            if isinstance(result.call, ToolCall)
-        ]
-        message = Message(role="assistant", content=self._format.parse(self._action, self.schemas).text)
-        self._completion += [
-            cast("Message", {**message, "tool_calls": calls}) if calls else message,
-            *tool_messages(results, 0),
-        ]
+        self._completion += completion_messages(self._format.parse(self._action, self.schemas), self._action, results)
 
     def on_text(self, text: str) -> None:
         """A message without a call is the model's last word."""
@@ -163,15 +159,11 @@ class TrlEnv(ToolEnv):
         return Grade(outcome=outcome, success=outcome >= 1.0, info={"scores": dict(scores)} if scores else {})
 
     def _answer(self) -> Answer:
-        completion = self._completion[-1]["content"] if self._completion else ""
+        messages = without_last_results(self._completion)
+        completion = messages[-1]["content"] if messages else ""
         row = {key: value for key, value in self.task.items() if key != "prompt"}
         return Answer(
-            prompt=self._opening,
-            completion=completion,
-            row=row,
-            talk=True,
-            messages=self._completion,
-            environment=self._env,
+            prompt=self._opening, completion=completion, row=row, talk=True, messages=messages, environment=self._env
         )
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from agentrl.env import asyncio_code
 from agentrl.env.limits import Fault
 from agentrl.env.sync_async import call
-from agentrl.env.tools.calls import Malformed, ToolCall, own_id
+from agentrl.env.tools.calls import Malformed, Parsed, ToolCall, own_id
 from agentrl.env.tools.json_schema import (
     VALIDATOR,
     function_schema,
@@ -463,3 +463,33 @@ def tool_messages(results: Sequence[CallResult], before: int) -> Messages:
             message["images"] = [*result.result.images]
         messages.append(message)
     return tuple(messages)
+
+
+def completion_messages(parsed: Parsed, action: str, results: Sequence[CallResult]) -> list[Message]:
+    """One turn as TRL gives it to reward functions: the policy's message with its `tool_calls`, then the results."""
+    calls: list[dict[str, Json]] = [
+        {"type": "function", "function": {"name": result.name, "arguments": dict(result.call.arguments)}}
+        for result in results
+        if isinstance(result.call, ToolCall)
+    ]
+    message = Message(role="assistant", content=parsed.text.strip() if calls or parsed.thoughts else parsed.text)
+    if parsed.thoughts:
+        message["reasoning_content"] = parsed.thoughts
+    if calls:
+        message["tool_calls"] = calls
+    elif results:
+        # A turn of broken calls alone is text, as in TRL. Without it a function that rewards the format would judge
+        # nothing, as `parsed.text` leaves out whatever begins like a call.
+        message = Message(role="assistant", content=action)
+    return [message, *tool_messages(results, 0)]
+
+
+def without_last_results(messages: Sequence[Message]) -> Sequence[Message]:
+    """A completion that ends with the policy's own message.
+
+    A limit ends an episode behind the results of its last calls. Reward functions judge the text of the last message,
+    and would judge a tool's words as the policy's, so that calling a tool that knows the answer would pay."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "tool":
+        end -= 1
+    return messages[:end]

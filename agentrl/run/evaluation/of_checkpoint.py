@@ -112,6 +112,6 @@ def _check_rows(what: str | Path, config: RunConfig) -> None:
     """Refuse held-out sets of a data set without rows: none of their episodes could begin."""
     for held_out in config.eval.sets:
         task = evaluation.tasks_of(config, held_out, 1)[0]
-        if task.env == dataset_env.ID and not task.kwargs.get("rows") and not task.options:
+        if task.env in dataset_env.IDS and not task.kwargs.get("rows") and not task.options:
             hint = "name some with --set env.kwargs.rows=FILE, or give the run eval_dataset"
             raise UsageError(f"{what} has no held-out rows: {hint}")
