@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError
+from agentrl.host.platform_checks import default_sandbox
 from agentrl.records import SamplingParams
 
 _Section = TypeVar("_Section", bound=BaseModel)
@@ -252,7 +253,7 @@ class RewardSource(Section):
     """Reading of a test run: `share` is the share of tests that passed, `exit` is 1 for exit code 0, and `number` is
     the last line that the command prints, a number from 0 to 1."""
 
-    sandbox: str = "bubblewrap"
+    sandbox: str = Field(default_factory=default_sandbox)
     """Sandbox backend that makes the boxes for tests, such as `bubblewrap` or `docker`."""
 
     image: str | None = None

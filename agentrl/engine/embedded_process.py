@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.host import json_log
 from agentrl.host.janitor import owned_folder
+from agentrl.host.platform_checks import has_proc, kill_group, process_stat
 from agentrl.records import EngineKey
 
 _POLL_S = 0.05
@@ -155,23 +155,21 @@ async def end_group(leader: int) -> None:
     with trio.CancelScope(shield=True), trio.move_on_after(_LINGER_S):
         while _lives(leader):  # noqa: ASYNC110 - processes that are not our children send no signal
             await trio.sleep(_POLL_S)
-    with suppress(ProcessLookupError, PermissionError):
-        # After the grace above. The kernel gives the group's number to nobody else as long as a member of it lives.
-        os.killpg(leader, signal.SIGKILL)
+    # After the grace above. The kernel gives the group's number to nobody else as long as a member of it lives.
+    kill_group(leader)
 
 
 def _lives(group: int) -> bool:
     """Whether some process of a group is there, other than zombies that nobody has reaped yet."""
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # nobody, or in macOS zombies alone
         return False
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, of_group, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(of_group) == group and state != "Z":
-                return True
-    return not Path("/proc/self").exists()  # then nobody can tell
+    for process in Path("/proc").glob("[0-9]*"):
+        state, _, of_group, *_ = process_stat(process.name) or ("Z", "", "-1")
+        if int(of_group) == group and state != "Z":
+            return True
+    return not has_proc()  # then nobody can tell
 
 
 async def _end(process: trio.Process) -> None:

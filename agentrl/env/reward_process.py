@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from agentrl.env.reward_functions import Answer, RewardFunction
 from agentrl.errors import AgentRLError, EnvError, HostBusy, UsageError, place_of
 from agentrl.host.clocks import HOST_DEADLINE_S, credit_host, host_time_in_thread
 from agentrl.host.cpu_time import CpuTime, starved_out
+from agentrl.host.platform_checks import kill_group
 
 _START_S: Final = 120.0  # for a process to import the functions
 _PATIENCE_S: Final = 0.3  # a call waits so long for a process before another one is started
@@ -190,8 +190,7 @@ class _Process:
         return score, max(0.0, wall_s - used.starved_s)
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):

@@ -3,8 +3,9 @@ group pays for), and what they compute fast."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from agentrl.host.platform_checks import own_cores
 
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")  # version 2; a container sees its own here
 _CPU = Path("/proc/cpuinfo")
@@ -13,7 +14,7 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 
 def cores(limit: Path = _CGROUP) -> int:
     """Cores for this process, at least 1. `limit` holds the quota of its control group, as "200000 100000"."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = len(own_cores())
     try:
         quota, period = limit.read_text().split()
         # Rounded down: a thread more than the quota pays for does not compute more, it makes the kernel stop all of

@@ -10,21 +10,16 @@ Owns the collector's settings of this process; never knows an episode.
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 
 import trio
+
+from agentrl.host.platform_checks import peak_memory_bytes
 
 GROWTH_BYTES = 512 << 20
 """Memory that garbage in old objects may take, at most, before all objects are looked through."""
 
 _YOUNG, _MIDDLE, _NEVER = 500, 5, 1 << 30  # a look at the young ones then takes some ms
 _LOOK_S = 10.0
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def spare_old_objects() -> None:
@@ -38,11 +33,11 @@ def spare_old_objects() -> None:
 
 async def collect_after_growth() -> None:
     """Look through all objects whenever the process has grown by `GROWTH_BYTES` since the last time."""
-    last = peak_bytes()
+    last = peak_memory_bytes()
     while True:
         await trio.sleep(_LOOK_S)
         # The peak and not what is in use now: it only grows, so a process that frees and takes again the same memory is
         # not looked through each time.
-        if peak_bytes() - last >= GROWTH_BYTES:
+        if peak_memory_bytes() - last >= GROWTH_BYTES:
             gc.collect()
-            last = peak_bytes()
+            last = peak_memory_bytes()

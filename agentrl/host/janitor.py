@@ -28,6 +28,7 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.host.platform_checks import memory_folder, process_start
 
 _JANITOR = """
 read -r closed
@@ -62,7 +63,7 @@ _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 
 def label() -> str:
     """This process's name for a reaper: process id, start time, pid namespace, and a random part."""
-    return f"{os.getpid()}.{_start_time(os.getpid())}.{_pid_namespace()}.{secrets.token_hex(4)}"
+    return f"{os.getpid()}.{process_start(os.getpid())}.{_pid_namespace()}.{secrets.token_hex(4)}"
 
 
 def control_group(label: str) -> str:
@@ -73,13 +74,13 @@ def control_group(label: str) -> str:
 def is_dead(label: str) -> bool:
     """Whether the process of a label is surely gone. False for labels of other pid namespaces."""
     process = _of(label)
-    return process is not None and _start_time(process[0]) != process[1]
+    return process is not None and process_start(process[0]) != process[1]
 
 
 def runs_here(label: str) -> int | None:
     """The process id of a label's process if it surely runs in this pid namespace, else None."""
     process = _of(label)
-    return process[0] if process is not None and process[1] and _start_time(process[0]) == process[1] else None
+    return process[0] if process and process[1].isdecimal() and process_start(process[0]) == process[1] else None
 
 
 def _of(label: str) -> tuple[int, str] | None:
@@ -161,8 +162,7 @@ class OwnedFolder:
 
     def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0, remover: Sequence[str] = ()) -> None:
         """`patience_s` and `remover` are as in `Janitor`. Raises SandboxError if the host has no place for it."""
-        shared = Path("/dev/shm")
-        base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        base = memory_folder() if prefer_memory else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
         try:
             home.mkdir(mode=0o711, exist_ok=True)
@@ -267,14 +267,6 @@ def _unmount(target: Path) -> None:
         # Detached and not plainly unmounted: a process of the box that is still ending holds the mount busy, and the
         # kernel frees it with the last of them.
         libc.umount2(bytes(target), _MNT_DETACH)
-
-
-def _start_time(pid: int) -> str:
-    """A process's start in clock ticks since boot; empty if there is no such process (or no /proc)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 def _pid_namespace() -> str:

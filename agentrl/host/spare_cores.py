@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.host.cores import cores
+from agentrl.host.platform_checks import own_cores
 
 _WINDOW_S: Final = 0.25
 """Counters of idle time have steps of 0.01 s."""
@@ -65,9 +66,9 @@ def idle_time_s(stat: Path = _STAT) -> float | None:
     """Seconds in which the cores that this process is bound to had nothing to do, since the machine started; None if
     `stat`, in the format of proc(5), does not say it."""
     try:
-        bound = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        bound = {f"cpu{core}" for core in own_cores()}
         rows = [line.split() for line in stat.read_text().splitlines()]
         ticks = [int(row[4]) + int(row[5]) for row in rows if row and row[0] in bound]  # idle, and idle for a disk
         return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
-    except (OSError, ValueError, IndexError, AttributeError):
+    except (OSError, ValueError, IndexError):
         return None

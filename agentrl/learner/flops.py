@@ -9,14 +9,13 @@ and attention (Chowdhery et al. 2022, appendix B), forward and backward; what is
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from agentrl.host.platform_checks import peak_memory_bytes
 from agentrl.learner.data.prefix_trees import Branch, Pack, Stem
 from agentrl.learner.model import lora
 
@@ -53,8 +52,7 @@ def use(
         memory = torch.cuda.max_memory_allocated(device) / 2**20
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        unit = 2**20 if sys.platform == "darwin" else 2**10
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        memory = peak_memory_bytes() / 2**20
     return Use(tflops=tflops, mfu=tflops / peak if peak else None, peak_memory_mb=memory)
 
 

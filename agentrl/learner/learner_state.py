@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.host.platform_checks import free_memory_bytes
 from agentrl.learner.checkpoints import checkpoint, digests
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
 from agentrl.learner.checkpoints.folders import newest
@@ -48,7 +49,7 @@ class LearnerState:
     def copy(self, root: Path) -> Callable[[Callable[[], None]], Path] | None:
         """See `Learner.copy`."""
         models = self._worker.models
-        if checkpoint.size_bytes(self._worker.model.module, models.optimizers, models.own) > checkpoint.free_bytes():
+        if checkpoint.size_bytes(self._worker.model.module, models.optimizers, models.own) > free_memory_bytes():
             return None
         draft = self._draft(root)
         write = partial(self._write, draft, self._state(), on_every_rank(self._worker, CopyState(draft)))

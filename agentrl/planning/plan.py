@@ -23,7 +23,7 @@ import torch
 from agentrl.config import RunConfig, from_json, machine_defaults, to_json
 from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.errors import ConfigError, UsageError
-from agentrl.learner.checkpoints.checkpoint import free_bytes
+from agentrl.host.platform_checks import free_memory_bytes
 from agentrl.learner.data.rows import Row
 from agentrl.learner.memory_budget import MemoryBudget, held, parameters_of
 from agentrl.models.resolve import engine_dtype, model_dir
@@ -543,7 +543,8 @@ def main() -> None:
     # and must not die of an error in here (`test_a_prediction_that_fails_stops_no_run`).
     config = from_json(sys.stdin.read())
     if (gpus := config.train.gpus) and torch.cuda.is_available():
-        print(refusal(config, torch.cuda.get_device_properties(gpus[0]).total_memory, free_bytes()) or "", end="")
+        memory = torch.cuda.get_device_properties(gpus[0]).total_memory
+        print(refusal(config, memory, free_memory_bytes()) or "", end="")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env import as_async, dataset_env, step_results
 from agentrl.errors import AgentRLError, ConfigError, InfrastructureError, UsageError
 from agentrl.host.clocks import HostClock
+from agentrl.host.platform_checks import free_memory_bytes, kill_group
 from agentrl.models.resolve import model_dir, renderer_of
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Task
@@ -70,7 +70,7 @@ def check_limits(config: RunConfig) -> None:
     if config.train.device != "cpu" and Machine.seen().gpus == 0:
         hint = "torch sees no GPU here: give 'cpu', or install a torch that was built for this machine's GPU"
         raise ConfigError("train.device", config.train.device, hint)
-    free_mb = _memory_mb()
+    free_mb = free_memory_bytes() / (1 << 20)
     for name, each_mb in (("workers", _WORKER_MB), ("max_running", _EPISODE_MB)):
         value = getattr(config.rollout, name)
         if value * each_mb > free_mb:
@@ -102,8 +102,7 @@ def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float
         _warn(f"no task could be reset within {deadline_s:g} s: the run starts without this check")
         return
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.communicate()
     if process.returncode:
         last = (trouble.strip().splitlines() or ["no output"])[-1]
@@ -146,19 +145,6 @@ def _positions(folder: Path) -> int | None:
     if isinstance(factor, int | float):
         return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
     return positions
-
-
-def _memory_mb() -> float:
-    """Memory that is free, within the bound of this process's control group."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) / 1024
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        # /proc/meminfo is that of the machine, also inside a container whose limit is a tenth of it; there the kernel
-        # would kill the run instead of refusing it.
-        free = min(free, (int((group / "memory.max").read_text()) - used) / (1 << 20))
-    return free
 
 
 # --- in the process

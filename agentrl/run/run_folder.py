@@ -25,7 +25,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host.janitor import is_dead, label
+from agentrl.host.platform_checks import memory_folder
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.databases.open_store import ADDRESS, STORE
@@ -96,9 +96,7 @@ class RunDir:
         """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
         # Shared memory by default: a weight file is written and read once a step, by processes of one machine, and need
         # not survive them. On a disk each step would write the model to it.
-        root = Path("/dev/shm")
-        if not os.access(root, os.W_OK):
-            root = Path(tempfile.gettempdir())
+        root = memory_folder()
         with suppress(UsageError):  # the run is gone: use the default place
             config = self.config()
             shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory

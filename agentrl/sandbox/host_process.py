@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import trio
 
 from agentrl.errors import SandboxError
 from agentrl.host.cpu_time import CpuTime, cpu_seconds
+from agentrl.host.platform_checks import kill_group
 
 _CHUNK = 1 << 16
 _PAUSE_S = 0.001  # between chunks that are thrown away: an endless writer costs us at most 64 MB/s
@@ -146,6 +146,9 @@ class HostProcess:
             self._popen.wait()
         else:
             await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+            # After the reaping, for want of a way to wait without it. The kernel gives the number to nobody as long as
+            # a member of the group lives, so it is another's only if nobody was left and the numbers went round.
+            kill_group(self.pid)
         self.duration_s = time.monotonic() - self.started
 
     @property
@@ -160,8 +163,7 @@ class HostProcess:
     def kill_group(self) -> None:
         """SIGKILL to all of the process's group, unless the process was reaped."""
         if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     async def end(self, kill: Callable[[], None]) -> None:
         """Kill it if it still runs and reap it, also under cancellation.

@@ -8,17 +8,17 @@ bounded are the file system, the network, the number of processes, memory and di
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 from agentrl.errors import SandboxError
+from agentrl.host.platform_checks import default_sandbox, is_linux
 from agentrl.host.user_warnings import warn
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.wrapped_process import ProcessBackend
 
 _WARNING = (
     "sandbox 'local-unsafe': commands of the policy run on this machine WITHOUT a sandbox; "
-    "install bubblewrap and use the backend 'bubblewrap'"
+    f"use the backend {default_sandbox()!r}"
 )
 
 
@@ -40,7 +40,7 @@ class LocalUnsafe(ProcessBackend):
         limits = spec.limits
         bounds = f"ulimit -t {math.ceil(limits.cpu_s)}; ulimit -n {limits.open_files}; ulimit -c 0; "
         bounds += f"ulimit -f {limits.file_bytes // 512}; "
-        if sys.platform == "linux":
+        if is_linux():
             bounds += f"ulimit -v {limits.memory_bytes // 1024}; "
         # A shell's `ulimit` and no `preexec_fn`: that one runs Python between fork and exec in a process with threads,
         # where a lock that another thread held stays locked for ever.

@@ -60,7 +60,7 @@ async def test_all_objects_are_looked_through_each_time_the_process_has_grown(
     collections.clear()  # the collector may have run by itself until now
     grown = gc_pauses.GROWTH_BYTES
     peaks = iter([7, 7, 6 + grown, 7 + grown, 8 + grown, 9 + grown, 8 + 2 * grown, 8 + 2 * grown])
-    monkeypatch.setattr(gc_pauses, "peak_bytes", lambda: next(peaks, 8 + 2 * grown))
+    monkeypatch.setattr(gc_pauses, "peak_memory_bytes", lambda: next(peaks, 8 + 2 * grown))
     try:
         with trio.move_on_after(1000):
             await gc_pauses.collect_after_growth()
@@ -70,4 +70,4 @@ async def test_all_objects_are_looked_through_each_time_the_process_has_grown(
 
 
 def test_the_peak_of_this_process_is_in_bytes() -> None:
-    assert 20 << 20 < gc_pauses.peak_bytes() < 64 << 30
+    assert 20 << 20 < gc_pauses.peak_memory_bytes() < 64 << 30

@@ -22,6 +22,7 @@ from agentrl.config import EnvSource, Rollout, RunConfig
 from agentrl.engine import embedded_process
 from agentrl.errors import RunFailed
 from agentrl.host.clocks import HostClock
+from agentrl.host.platform_checks import is_stopped
 from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.children.run_children import RunChildren
@@ -108,7 +109,7 @@ async def test_a_stopped_process_is_noticed_while_its_work_may_still_take_long(
         await long.run(hung.append)
     assert hung == []
     sleeper.send_signal(signal.SIGSTOP)
-    while not heartbeat.stopped(sleeper.pid):  # noqa: ASYNC110 - the kernel tells nobody
+    while not is_stopped(sleeper.pid):  # noqa: ASYNC110 - the kernel tells nobody
         await trio.sleep(0.001)
     with trio.fail_after(40):
         await long.run(hung.append)

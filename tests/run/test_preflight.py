@@ -201,7 +201,7 @@ def test_more_processes_and_episodes_than_memory_holds_are_refused(name: str, va
 
 
 def test_the_bound_of_workers_is_free_memory_by_what_each_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_memory_mb", lambda: 900.0)
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 900 << 20)
     check_limits(config(rollout={"workers": 10}))
     with pytest.raises(ConfigError, match=r"workers = 11: each takes about 90 MB of memory, .* give at most 10$"):
         check_limits(config(rollout={"workers": 11}))

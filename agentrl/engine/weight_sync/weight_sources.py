@@ -21,13 +21,14 @@ from typing import BinaryIO
 from agentrl.engine.weight_sync import object_store, weight_file
 from agentrl.engine.weight_sync.weight_file import Bytes
 from agentrl.errors import WeightSyncError
+from agentrl.host.platform_checks import memory_folder
 
 _logger = logging.getLogger("vllm.agentrl")  # in vLLM its log, elsewhere the process's standard error
 
 
 def everyday() -> list[str]:
     """Where learners of this machine keep weights: shared memory, the temporary folder, the working folder."""
-    return ["/dev/shm", tempfile.gettempdir(), str(Path.cwd())]
+    return [str(memory_folder()), tempfile.gettempdir(), str(Path.cwd())]
 
 
 class Sources:

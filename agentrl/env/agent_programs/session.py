@@ -15,10 +15,8 @@ import json
 import math
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, cast
 from urllib.parse import urlsplit
@@ -32,6 +30,7 @@ from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.errors import matters
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
+from agentrl.host.platform_checks import kill_group
 from agentrl.http.bounds import ServerBounds
 from agentrl.http.http_server import Typed, listen
 from agentrl.protocols import Sandbox
@@ -495,21 +494,16 @@ async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> E
             nursery.start_soon(drain, "stdout", process.stdout)
             nursery.start_soon(drain, "stderr", process.stderr)
             await process.wait()
-            _kill_group(process.pid)
+            kill_group(process.pid)
             # The order matters: first the leader's end, then its group, then whatever left the group and carries the
             # owner's mark. The drains end only when the last holder of the pipes is gone, so this stands inside of
             # their nursery.
             await trio.to_thread.run_sync(owner.close)  # what left the group may hold the pipes open
     finally:
-        _kill_group(process.pid)
+        kill_group(process.pid)
         with trio.CancelScope(shield=True):
             await process.wait()
     return Exited(process.returncode or 0, output.get("stdout", b""), output.get("stderr", b""))
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _variables(session: Session) -> dict[str, str]:

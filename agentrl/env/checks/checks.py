@@ -29,6 +29,7 @@ from agentrl.env.core import Env, as_async
 from agentrl.env.sync_async import LoopThread
 from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools.tools import function_schema
+from agentrl.host.platform_checks import has_proc, open_files_folder
 from agentrl.records import Json, StopReason
 
 INSTANCES: Final = 8
@@ -444,7 +445,7 @@ class Held:
 
 
 def can_measure() -> bool:
-    return Path("/proc/self/fd").is_dir()
+    return has_proc()
 
 
 def measure(folder: Path) -> Held:
@@ -495,7 +496,7 @@ def _variables(process: Path) -> bytes:
 
 
 def _descriptors() -> Iterable[str]:
-    for entry in Path("/proc/self/fd").iterdir():
+    for entry in open_files_folder().iterdir():
         try:
             target = str(entry.readlink())
         except OSError:

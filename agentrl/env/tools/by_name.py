@@ -26,6 +26,7 @@ import trio
 from agentrl import registry
 from agentrl.env.tools.tools import FunctionTool, function_schema
 from agentrl.errors import ConfigError, SandboxError, SandboxPathError, UsageError
+from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import Limits, Sandbox, SandboxSpec, Tool
 from agentrl.records import Json
 from agentrl.sandbox.current_box import CurrentBox
@@ -212,7 +213,7 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
     if not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("box", settings, "give a table, such as { sandbox = 'docker' }")
     rest = dict(settings)
-    backend, ready, image = rest.pop("sandbox", "bubblewrap"), rest.pop("ready", 0), rest.pop("image", None)
+    backend, ready, image = rest.pop("sandbox", default_sandbox()), rest.pop("ready", 0), rest.pop("image", None)
     if not isinstance(backend, str):
         raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
     if image is not None and (not isinstance(image, str) or not image):

@@ -25,7 +25,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -251,17 +250,6 @@ def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own
         tensor.nbytes
         for tensor in _tensors([weights, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]])
     )
-
-
-def free_bytes() -> int:
-    """Host memory that is free, of this machine and of this process's container."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    # MemAvailable and not MemFree: pages that cache files are given up for an allocation.
-    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
-    with suppress(OSError, ValueError):  # no limit, or none that can be read
-        most, now = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, most - now)
-    return free
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:

@@ -42,6 +42,7 @@ from agentrl.config.train import ParallelPlan
 from agentrl.errors import AgentRLError, RankLost, RunFailed
 from agentrl.host.child_environment import SECRETS
 from agentrl.host.janitor import OwnedFolder
+from agentrl.host.platform_checks import is_stopped, loopback
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.parallel import collectives
 from agentrl.learner.parallel.collectives import Ledger, Meshes, Teams, table, teams
@@ -148,7 +149,6 @@ def _progress(key: str, rank: int) -> str:
 _LOOK_S = 0.5
 _EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
 _PATIENCE = timedelta(days=1)  # of other ranks than 0, which end with it
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
 
 
@@ -317,7 +317,7 @@ def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.d
     """Become rank `rank` of the process group whose store is the file `meeting`, which only this user can open: a store
     of torch's that listens on a port takes orders from everybody."""
     collectives.keep(ledger)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # else gloo listens where the host's name leads
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # else gloo listens where the host's name leads
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -442,7 +442,7 @@ class RankWatch:
         """The last collective of a rank."""
         standing = self._ledger.standings()[rank]
         pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
-        how = " is stopped" if _stopped(pid) else ""
+        how = " is stopped" if is_stopped(pid) else ""
         return (
             f"rank {rank} of {self._size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
         )
@@ -649,13 +649,6 @@ class Leader:
             if time.monotonic() - began > deadline_s:
                 raise TimeoutError
         return other.read()
-
-
-def _stopped(pid: int) -> bool:
-    """Whether a process is stopped, from its state in /proc; False where there is none."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,14 +6,14 @@ when the count stands still. A mark proves different things:
     worker       a task of its event loop marks: the loop turns, so no environment blocks it, and it is not stopped
     learner      the training thread marks between two passes and two files: training goes on. A separate thread of
                  marks would prove less. One pass may take long, so the deadline is long; a stopped learner shows
-                 earlier, by its state in the kernel (`stopped`), which needs no mark
+                 earlier, by its state in the kernel (`is_stopped`), which needs no mark
     supervisor   as a worker; its owner is the parent of `agentrl train --keep-alive`
     engine       none: `agentrl.run.children.engine_health` asks it over HTTP
 
 A process that waits for the store's lock does not hang: that wait has a deadline, and meanwhile its loop turns or a
 thread marks. A mark is a count, not a time, so no two clocks are compared. The owner runs on a `HostClock`: while the
-machine is suspended, or the owner itself stopped, no time passes and no process is ended. Standard library and trio
-only; never knows what happens to a process that hangs.
+machine is suspended, or the owner itself stopped, no time passes and no process is ended. Standard library, trio
+and `agentrl.host`; never knows what happens to a process that hangs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import trio
+
+from agentrl.host.platform_checks import is_stopped, process_start
 
 VARIABLE = "AGENTRL_HEARTBEAT"
 """Names the file of a child's marks, in its environment."""
@@ -125,19 +127,12 @@ def read(path: Path) -> int:
     return 0
 
 
-def stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger, according to the kernel. False if there is no /proc."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
-
-
 def age_s() -> float:
     """Seconds since this process began; 0 if there is no /proc."""
-    with suppress(OSError, IndexError):
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    return 0.0
+    start = process_start(os.getpid())
+    if not start.isdecimal():
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK")
 
 
 class Marked(Protocol):
@@ -166,7 +161,7 @@ class Here:
         return read(self.beat)
 
     def stopped(self) -> bool:
-        return stopped(self.pid)
+        return is_stopped(self.pid)
 
     def dump(self) -> None:
         with suppress(ProcessLookupError):

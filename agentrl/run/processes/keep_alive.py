@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from agentrl.host import json_log
 from agentrl.host.clocks import HostClock
 from agentrl.host.janitor import OwnedFolder, watch_lifeline
 from agentrl.host.nonblocking_output import waiting_for_no_reader
+from agentrl.host.platform_checks import kill_group
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import ClusterLost
@@ -138,8 +139,7 @@ class _Kept(heartbeat.Here):
             self.hung = why
             # It may end by itself, and the thread in `wait` may reap it, between the look and the signal. The process
             # that got the signal for its stacks before it could handle it does so: the signal ends it.
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     def send(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:

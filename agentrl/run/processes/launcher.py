@@ -135,7 +135,7 @@ class LocalProcess(heartbeat.Here):
 
     def kill(self, *, group: bool = False) -> None:
         if self.process.poll() is None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # as in `kill_group`
                 (os.killpg if group else os.kill)(self.process.pid, signal.SIGKILL)
 
 

@@ -20,10 +20,10 @@ from typing import Any, Literal, cast
 from agentrl.env.gymnasium_wrappers import printable
 from agentrl.errors import StoreError, UsageError
 from agentrl.host.janitor import runs_here
+from agentrl.host.platform_checks import is_stopped
 from agentrl.records import GroupState
 from agentrl.run.cluster import autoscaler, scaling
 from agentrl.run.evaluation import held_out as evaluation
-from agentrl.run.processes import heartbeat
 from agentrl.run.reporting import notice_counts, report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
@@ -73,7 +73,7 @@ def holder(run: RunDir) -> Holder:
         return Holder("nobody")
     if pid is None:
         return Holder("elsewhere")
-    return Holder("frozen" if heartbeat.stopped(pid) else "here", pid)
+    return Holder("frozen" if is_stopped(pid) else "here", pid)
 
 
 def status(

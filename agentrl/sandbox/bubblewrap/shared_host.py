@@ -23,7 +23,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -32,6 +31,7 @@ from typing import Final
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.host.janitor import OwnedFolder, control_group, make_readable, remove_tree
+from agentrl.host.platform_checks import is_linux
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.bubblewrap import seccomp
 from agentrl.sandbox.bubblewrap.bwrap_process import Subreaper
@@ -250,7 +250,10 @@ class Host:
     def __init__(self, readonly: Mapping[str, str], want_groups: bool | None) -> None:
         """Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
         program = shutil.which("bwrap")
-        if sys.platform != "linux" or program is None:
+        if not is_linux():
+            hint = "give sandbox = 'docker', or 'local-unsafe' at your own risk"
+            raise SandboxUnavailable(f"bubblewrap needs Linux: {hint}")
+        if program is None:
             raise SandboxUnavailable("bubblewrap is not installed: apt-get install bubblewrap (or dnf, pacman, apk)")
         self._bwrap = program
         self._setpriv = shutil.which("setpriv")

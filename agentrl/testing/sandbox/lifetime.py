@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import trio
 
+from agentrl.host.platform_checks import open_files_folder
 from agentrl.protocols import Limits
 from agentrl.testing.sandbox.case import GUARD_S, Bench, Case, case, must_fail, must_refuse, output, py, sh
 
@@ -180,7 +179,7 @@ async def _(bench: Bench) -> None:
     """no descriptor of this process is left behind by a box"""
 
     def descriptors() -> int:
-        return sum(1 for _ in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir())
+        return sum(1 for _ in open_files_folder().iterdir())
 
     async def use() -> None:
         async with bench.box(files={"f": b""}) as box:

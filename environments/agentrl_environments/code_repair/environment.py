@@ -14,6 +14,7 @@ from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
 from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.tools.by_name import Named
 from agentrl.errors import ConfigError
+from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
@@ -46,7 +47,7 @@ class CodeRepair(ToolEnv):
         split: Split = "train",
         level: Level = "easy",
         shuffle_tests: bool = False,
-        sandbox: str = "bubblewrap",
+        sandbox: str | None = None,
         image: str | None = None,
         ready: int = 0,
         remember: int = 4096,
@@ -63,7 +64,7 @@ class CodeRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._shuffle = shuffle_tests
-        self._sandbox, self._image = sandbox, image
+        self._sandbox, self._image = sandbox or default_sandbox(), image
         self._ready, self._remember, self._warm = ready, remember, warm
         self._boxes: SharedBackend | None = None
         self._document = TextLines("")

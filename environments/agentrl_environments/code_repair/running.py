@@ -7,7 +7,6 @@ do not pass. Knows nothing of tasks, prompts or rewards.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import trio
 
 from agentrl.errors import HostBusy
 from agentrl.host.clocks import granted
+from agentrl.host.platform_checks import own_cores
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
 from agentrl.sandbox.warm_python import WarmPython
 from agentrl_environments.remembering import Remembered
@@ -82,8 +82,7 @@ class Runner:
         self._warm = WarmPython(backend, self._spec, before=_BEFORE, after=_AFTER, deadline_s=_WARM_S) if warm else None
         self._results = Remembered[Values](remembered)
         # More at once would only eat each other's time, which a module's tests have little of.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._slots = trio.CapacityLimiter(2 * cores)
+        self._slots = trio.CapacityLimiter(2 * len(own_cores()))
 
     async def run(self, source: str, calls: Sequence[str], *, fresh: bool = False) -> Values:
         """Execute `source` and evaluate each of `calls` (one line each) after it; `fresh` insists on a box and an

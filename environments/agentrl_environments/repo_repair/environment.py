@@ -15,6 +15,7 @@ from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.core import StepResult
 from agentrl.env.tools.by_name import Named
 from agentrl.errors import ConfigError
+from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
 from agentrl.sandbox.current_box import CurrentBox
@@ -54,7 +55,7 @@ class RepoRepair(ToolEnv):
         split: Split = "train",
         level: Level = "easy",
         process: Sequence[Process] = ("tests",),
-        sandbox: str = "bubblewrap",
+        sandbox: str | None = None,
         image: str | None = None,
         ready: int = 0,
         remember: int = 4096,
@@ -69,7 +70,7 @@ class RepoRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._process = tuple(process)
-        self._sandbox, self._image = sandbox, image
+        self._sandbox, self._image = sandbox or default_sandbox(), image
         self._ready, self._remember = ready, remember
         self._box = self.own_box = box = CurrentBox()
         self._boxes: SharedBackend | None = None

@@ -24,6 +24,7 @@ from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.limits import positive_seconds
 from agentrl.env.tools.by_name import Named, check_limits
 from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
+from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
 from agentrl.records import Json
 from agentrl.sandbox.backend_pool import Setup, set_up
@@ -71,7 +72,7 @@ class CodingTasks(ToolEnv):
         setup: Sequence[str] = (),
         setup_s: float = 300.0,
         network: Mapping[str, Any] | None = None,
-        sandbox: str = "bubblewrap",
+        sandbox: str | None = None,
         ready: int = 0,
         box: Mapping[str, Any] | None = None,
         shell_s: float = 60.0,
@@ -89,7 +90,7 @@ class CodingTasks(ToolEnv):
         policy = None if network is None else _policy(network)
         commands = [["sh", "-c", command] for command in setup]
         self._setup = Setup(commands=commands, timeout_s=setup_s, network=policy)
-        self._sandbox, self._ready = sandbox, ready
+        self._sandbox, self._ready = sandbox or default_sandbox(), ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(
             float(getattr(task.grade, "deadline_s", 0.0)) + sum(step.timeout_s for step in task.collect)
@@ -266,7 +267,7 @@ class Harbor(CodingTasks):
         tasks: str | None = None,
         images: Mapping[str, str] | None = None,
         image: str | None = None,
-        sandbox: str = "bubblewrap",
+        sandbox: str | None = None,
         host_env: Sequence[str] = (),
         shared_verifier: bool = False,
         **settings: Any,
@@ -276,7 +277,7 @@ class Harbor(CodingTasks):
         defaults = harbor.HarborDefaults(
             images=images or {},
             image=image,
-            use_base=sandbox not in _WALL_LESS,
+            use_base=(sandbox or default_sandbox()) not in _WALL_LESS,
             host_env=host_env,
             shared_verifier=shared_verifier,
         )
