@@ -142,14 +142,22 @@ class CanaryResult:
         noise = math.sqrt(2 * sum((a - b) ** 2 for a, b in before) / len(logprobs))
         noise = max(noise, _FLOOR[canary.dtype])
         way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
-        length = math.hypot(*way)
-        # Written so that a NaN says "too short": it is the probe's own bound that reports a NaN.
-        if not length > _BEYOND * noise:
+        if not is_beyond_noise(way, noise):
             return None
-        gone = (now - then for now, then in zip(logprobs, self.logprobs, strict=True))
-        # The projection on the learner's way, as a share of it. A length alone would call an engine that went
-        # somewhere else a follower.
-        return sum(a * b for a, b in zip(way, gone, strict=True)) / length**2
+        return share_of_way(way, [now - then for now, then in zip(logprobs, self.logprobs, strict=True)])
+
+
+def is_beyond_noise(way: Sequence[float], noise: float) -> bool:
+    """Whether a server whose tokens are off by `noise` nats (rms) shows at which end of `way` it is: half of the way
+    is then six deviations from both."""
+    # Written so that a NaN says "too short": it is the probe's own bound that reports a NaN.
+    return math.hypot(*way) > _BEYOND * noise
+
+
+def share_of_way(way: Sequence[float], gone: Sequence[float]) -> float:
+    """How much of `way` a server has gone along: 1 for all, 0 for none."""
+    # A projection, since a length alone would call a server that went somewhere else a follower.
+    return sum(a * b for a, b in zip(way, gone, strict=True)) / sum(a * a for a in way)
 
 
 def allowed(dtype: Dtype, settings: EngineSettings) -> float:
@@ -175,12 +183,17 @@ async def _scored(
     try:
         logprobs = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
     except EngineError as error:
-        # Words, since vLLM's answer has no other field for it. Without them an engine full of NaN would count as one
-        # that is merely away.
-        if "not JSON compliant" not in error.reason:
+        if not refuses_nan(error):
             raise
         logprobs = (math.nan,)
     return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, logprobs)) else logprobs
+
+
+def refuses_nan(error: EngineError) -> bool:
+    """Whether vLLM computed a NaN, which its answer cannot hold."""
+    # Words, since vLLM's answer has no other field for it. Without them an engine full of NaN would count as one that
+    # is merely away.
+    return "not JSON compliant" in error.reason
 
 
 async def check(
@@ -210,7 +223,7 @@ async def check(
         apart, place = max(
             (abs(a - b), place) for place, (a, b) in enumerate(zip(scores, canary.logprobs, strict=True))
         )
-        if not _near(scores, canary.logprobs, most, canary.dtype):
+        if not near(scores, canary.logprobs, most, canary.dtype):
             raise CanaryMismatch(
                 f"{says} the log-prob of probe token {place + 1} is {apart:.3g} nats from the learner's "
                 f"({scores[place]:.4f}, not {canary.logprobs[place]:.4f}; "
@@ -225,7 +238,7 @@ async def check(
             of_role = replace(canary, logprobs=logprobs, fingerprints={}, by_role={})
             role_scores = await _scored(engine, canary, deadline_s, model)
             apart = max(abs(a - b) for a, b in zip(role_scores, logprobs, strict=True))
-            if not _near(role_scores, logprobs, most, canary.dtype):
+            if not near(role_scores, logprobs, most, canary.dtype):
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
             share = CanaryResult(canary, scores).share(of_role, role_scores)
             if share is not None and share < 0.5:
@@ -239,7 +252,7 @@ async def check(
     return worst
 
 
-def _near(logprobs: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
+def near(logprobs: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
     """Whether they are as near as `most` allows: see `TOLERANCE`. A NaN is beyond every tolerance."""
     apart = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
     if dtype != "bfloat16" or most >= QUANTIZED:
