@@ -58,6 +58,12 @@ RULES = (
         may=("agentrl.statistics", "agentrl.errors", "agentrl.host.installation"),
     ),
     Rule(
+        "only local_model of the canary's room imports torch",
+        ("agentrl.canary",),
+        ("torch", "transformers", "safetensors.torch"),
+        unless=("agentrl.canary.local_model",),
+    ),
+    Rule(
         "rollout, store, env, simulate and the client side of engine never import torch or ray",
         CLIENT_SIDE,
         ("torch", "safetensors.torch", "ray"),
@@ -293,6 +299,7 @@ class C:
     [
         ("agentrl.algos.losses", "from agentrl.records import Turn", "algos imports nothing of agentrl"),
         ("agentrl.statistics.paired", "from agentrl.run.comparison.results import Results", "statistics knows no"),
+        ("agentrl.canary.verdict", "import torch", "only local_model of the canary's room"),
         ("agentrl.store.episodes.journal", "def f():\n import torch.nn", "rollout, store, env"),
         ("agentrl.learner.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "learner never imports"),
         ("agentrl.learner.learner", "import httpx", "learner never imports"),

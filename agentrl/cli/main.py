@@ -22,6 +22,7 @@ from rich.table import Table
 
 from agentrl import registry
 from agentrl.cli import tables
+from agentrl.cli.canary import canary
 from agentrl.cli.command_groups import OrderedCommands, arrange
 from agentrl.cli.compare import compare
 from agentrl.cli.completion import environment_ids, run_folders
@@ -81,6 +82,7 @@ for command in (
     demos,
     sft,
     export,
+    canary,
 ):
     app.command()(command)
 app.command("set")(set_)

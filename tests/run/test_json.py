@@ -13,6 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from agentrl.canary.examine import Report
 from agentrl.cli.command_groups import GROUPS
 from agentrl.cli.main import app
 from agentrl.offline.retrain_step import Retrained
@@ -100,6 +101,7 @@ LINES: dict[str, str] = {
     "simulate --json -": "simulate {file} --episode lognormal:1 --step-s 1 --slots 8 --close full --steps 2 --json -",
     "plan": "plan {file} --json",
     "eval": "eval {run} --json",
+    "canary": "canary http://127.0.0.1:1 --model agentrl/tiny-coder --json",
     "compare": "compare {run}:before {run}:after --json",
     "compare --plan": "compare --plan 100 --json",
     "retrain": "retrain {run} --step 1 --json",
@@ -117,6 +119,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     give: Callable[[Any], Callable[..., Any]] = lambda result: lambda *_, **__: result  # noqa: E731
     monkeypatch.setattr("agentrl.offline.retrain_step.retrain", give(AGAIN))
     monkeypatch.setattr("agentrl.cli.main._evaluate_model", give([MEASURED]))
+    monkeypatch.setattr("agentrl.canary.examine.examine", give(Report(way="generate", name=None, dtype="float32")))
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -1,0 +1,240 @@
+"""Names what is wrong with a server's log-probs and tokens, with one line of evidence each. Pure functions, no torch.
+
+How far apart two computations of the same weights may be is measured, not assumed: `rounding` is the difference between
+the folder's log-probs in float32 and in bfloat16, on the same tokens. The other dtypes follow from their mantissas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from agentrl.canary.server import ServedTokens
+from agentrl.engine.weight_sync.canary import Dtype, is_beyond_noise, near, share_of_way
+
+FIXES: Final[dict[str, str]] = {
+    "not_numbers": "its log-probs are no numbers: look for broken weights or an overflow of float16, then serve again",
+    "adapter_not_applied": "load the adapter (vLLM: --enable-lora --lora-modules NAME=FOLDER), and request it by NAME",
+    "other_adapter": "load the adapter anew under a new name, and request that one",
+    "other_checkpoint": "start the server with --model of this folder, or send it these weights",
+    "other_weights": "name what it may serve instead with --candidates, or start it again from this folder",
+    "partial_update": "send the whole update again, or start the server from this folder",
+    "quantized": "start the server without --quantization, or give the quantized folder as --model",
+    "dtype": "start the server with --dtype of this folder, or say with --dtype which one is meant",
+    "depth": "compare rope scaling, sliding window and the dtype of the KV cache with config.json",
+    "special_tokens": "copy the embedding of the special tokens too: resize the model to its tokenizer, then export it",
+    "temperature": "request temperature 1 and remove what overrides it: generation_config.json, a proxy",
+    "top_k": "request no top_k and remove what overrides it: generation_config.json, a proxy",
+    "top_p": "request top_p 1 and remove what overrides it: generation_config.json, a proxy",
+    "penalty": "request no penalties and remove what overrides it: generation_config.json, a proxy",
+    "processed": "request temperature 1 without cuts and penalties; look for logit processors and proxies",
+    "logprobs_mode": "vLLM: --logprobs-mode raw_logprobs or processed_logprobs; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "stale_prefix_cache": "reset the prefix cache after each update (vLLM: POST /reset_prefix_cache), or salt it",
+    "chat_template": "start the server with --chat-template of this folder",
+    "bos_doubled": "take the BOS out of the chat template, or out of the tokenizer's own additions",
+    "bos_lost": "let the chat template or the tokenizer write the BOS",
+    "tokenizer": "start the server with the tokenizer of this folder",
+}
+"""Every fault by name, and what to do about it."""
+
+_NOISE: Final[dict[Dtype, float]] = {"float32": 2**-16, "float16": 2**-3, "bfloat16": 1.0}
+"""Rounding of each dtype beside that of bfloat16: bits of the mantissa."""
+_BETWEEN: Final[dict[Dtype, float]] = {"float32": 2**-8, "float16": 2**-1.5}
+"""Where a dtype ends and the next coarser one begins: in the middle of their bits."""
+_APART: Final = 3.0  # times as far as bfloat16 is from float32 here may another bfloat16 be
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`name` is one of `FIXES`; `evidence` the numbers that show it."""
+
+    name: str
+    evidence: str
+
+    def document(self) -> dict[str, str]:
+        return {**asdict(self), "fix": FIXES[self.name]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depth:
+    """A row of the table: |Δ| in nats between server and folder over the tokens from half of a depth to it, beside that
+    between bfloat16 and float32 on the same tokens. `limit` is what counts as rounding: of one token, in bfloat16 of
+    the quadratic mean."""
+
+    depth: int
+    mean: float
+    max: float
+    rounding_mean: float
+    rounding_max: float
+    limit: float
+    is_near: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """Weights that the server may have instead: the name of their fault, what they are, and their log-probs."""
+
+    fault: str
+    name: str
+    logprobs: Sequence[float]
+
+
+def rms(differences: Sequence[float]) -> float:
+    """Quadratic mean."""
+    return math.sqrt(sum(d * d for d in differences) / len(differences))
+
+
+def minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Differences, token by token."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def limit_of(dtype: Dtype, rounding: Sequence[float]) -> float:
+    """How far apart two computations in `dtype` may be, as `near` takes it."""
+    return _APART * rms(rounding) if dtype == "bfloat16" else _BETWEEN[dtype] * max(map(abs, rounding))
+
+
+def is_near(a: Sequence[float], b: Sequence[float], dtype: Dtype, rounding: Sequence[float]) -> bool:
+    """Whether only rounding is between them."""
+    return near(a, b, limit_of(dtype, rounding), dtype)
+
+
+def depth_row(
+    depth: int, start: int, answer: Sequence[float], exact: Sequence[float], rounding: Sequence[float], dtype: Dtype
+) -> Depth:
+    """Compare the tokens from `start` on."""
+    apart = [abs(d) for d in minus(answer[start:], exact[start:])]
+    own = rounding[start:]
+    return Depth(
+        depth=depth,
+        mean=math.fsum(apart) / len(apart),
+        max=max(apart),
+        rounding_mean=math.fsum(map(abs, own)) / len(own),
+        rounding_max=max(map(abs, own)),
+        limit=limit_of(dtype, own),
+        is_near=is_near(answer[start:], exact[start:], dtype, own),
+    )
+
+
+# Why hypotheses are followed along a direction, and not only measured by their distance.
+#
+# Two sets of weights may differ by less than bfloat16 rounds: an adapter after its first steps, the checkpoint before
+# the last one. No distance tells them apart. But the folder says for each token which way the one differs from the
+# other, and rounding does not follow it: over a thousand tokens the server's way along that direction is 0 or 1,
+# however noisy each token is. The run's own canary decides by the same projection.
+def closest(
+    answer: Sequence[float],
+    exact: Sequence[float],
+    hypotheses: Sequence[Hypothesis],
+    rounding: Sequence[float],
+    dtype: Dtype,
+) -> Hypothesis | None:
+    """The hypothesis that explains the answer, better than the folder itself does; None if there is none."""
+    gone = minus(answer, exact)
+    # A server of a coarser dtype than expected is noisier than that dtype says.
+    left = [rms(minus(answer, each.logprobs)) for each in hypotheses]
+    noise = max(_NOISE[dtype] * rms(rounding), min([rms(gone), *left]))
+    fitting: list[tuple[float, Hypothesis]] = []
+    for distance, each in zip(left, hypotheses, strict=True):
+        way = minus(each.logprobs, exact)
+        if not is_beyond_noise(way, noise) or share_of_way(way, gone) < 0.5:
+            continue
+        # Servers quantize in many ways, each with errors of its own: nearer to the plainest one than to the exact
+        # weights is enough.
+        if is_near(answer, each.logprobs, "bfloat16", rounding) or (each.fault == "quantized" and distance < rms(way)):
+            fitting.append((distance, each))
+    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+
+
+def is_told_apart(exact: Sequence[float], other: Sequence[float], rounding: Sequence[float], dtype: Dtype) -> bool:
+    """Whether a healthy server of `dtype` shows which of two sets of weights it has."""
+    return is_beyond_noise(minus(other, exact), max(_NOISE[dtype], _NOISE["float32"]) * rms(rounding))
+
+
+def dtype_fault(
+    answer: Sequence[float], exact: Sequence[float], rounding: Sequence[float], dtype: Dtype
+) -> Fault | None:
+    """A server that computes these weights in a coarser dtype than expected."""
+    if dtype == "bfloat16" or is_near(answer, exact, dtype, rounding):
+        return None
+    if not is_near(answer, exact, "bfloat16", rounding):
+        return None
+    share = rms(minus(answer, exact)) / rms(rounding)
+    kind = "bfloat16" if share > _BETWEEN["float16"] else "float16 or TF32"
+    return Fault(
+        "dtype",
+        f"the server is {rms(minus(answer, exact)):.2g} nats (rms) from float32, {share:.2g} times what bfloat16 is"
+        f" here ({rms(rounding):.2g}): it computes in {kind}, not in {dtype}",
+    )
+
+
+def explained(hypothesis: Hypothesis, answer: Sequence[float], exact: Sequence[float]) -> Fault:
+    """The fault that a hypothesis names."""
+    at_it, here = rms(minus(answer, hypothesis.logprobs)), rms(minus(answer, exact))
+    return Fault(
+        hypothesis.fault, f"it answers as {hypothesis.name}: {at_it:.2g} nats (rms) from it, {here:.2g} from the folder"
+    )
+
+
+def special_fault(
+    tokens: Sequence[int], answer: Sequence[float], exact: Sequence[float], limit: float, texts: Mapping[int, str]
+) -> Fault:
+    """Special tokens whose rows differ, although ordinary ones agree."""
+    apart = [abs(d) for d in minus(answer, exact)]
+    first = next((place for place, each in enumerate(apart) if each > limit), apart.index(max(apart)))
+    special = next((token for token in reversed(tokens[: first + 2]) if token in texts), tokens[first])
+    return Fault(
+        "special_tokens",
+        f"ordinary tokens agree, special ones are up to {max(apart):.2g} nats off, first at"
+        f" {texts.get(special, '')!r} ({special})",
+    )
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def token_fault(
+    pairs: Sequence[tuple[Sequence[int], ServedTokens]],
+    special: Sequence[int],
+    otherwise: Literal["chat_template", "tokenizer"],
+) -> Fault | None:
+    """The fault in what the server makes of conversations, or of texts, beside the folder's tokens of them."""
+    wrong = [(ours, served) for ours, served in pairs if served.ids != tuple(ours) and _differs(ours, served)]
+    if not wrong:
+        return None
+    names = {_boundary_fault(ours, served, special) for ours, served in wrong}
+    name = names.pop() if len(names) == 1 else None
+    ours, served = wrong[0]
+    if served.ids is None:
+        counts = ", ".join(f"{served.count} for {len(ours)}" for ours, served in wrong)
+        return Fault(name or otherwise, f"it counts other numbers of tokens than the folder: {counts}")
+    place = next(
+        (i for i, (a, b) in enumerate(zip(ours, served.ids, strict=False)) if a != b), min(len(ours), served.count)
+    )
+    return Fault(
+        name or otherwise,
+        f"{len(wrong)} of {len(pairs)} differ from the folder's; from token {place} the server has"
+        f" {list(served.ids[place : place + 4])}, the folder {list(ours[place : place + 4])}",
+    )
+
+
+def _differs(ours: Sequence[int], served: ServedTokens) -> bool:
+    return served.ids is not None or served.count != len(ours)
+
+
+def _boundary_fault(ours: Sequence[int], served: ServedTokens, special: Sequence[int]) -> str | None:
+    """Whether one special token at the start is all that is more, or less."""
+    begins = bool(ours) and ours[0] in special
+    if served.ids is None:
+        more = served.count - len(ours)
+        return "bos_doubled" if begins and more == 1 else "bos_lost" if begins and more == -1 else None
+    if served.ids[1:] == tuple(ours) and served.ids[0] in special:
+        return "bos_doubled" if begins else None
+    return "bos_lost" if begins and served.ids == tuple(ours[1:]) else None
+
+
+def document(depths: Sequence[Depth]) -> list[dict[str, Any]]:
+    """The table, for JSON."""
+    return [asdict(row) for row in depths]

@@ -1,0 +1,113 @@
+"""The command `agentrl canary`. Imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from agentrl.cli import tables
+from agentrl.errors import EngineError, UsageError
+
+if TYPE_CHECKING:
+    from agentrl.canary.examine import Report
+
+
+def canary(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A vLLM, SGLang or OpenAI-compatible server")],
+    model: Annotated[str, typer.Option(help="The folder or id of the model that it should serve")],
+    adapter: Annotated[Path | None, typer.Option(help="The folder of the LoRA adapter over it")] = None,
+    candidates: Annotated[
+        list[str] | None, typer.Option(help="A folder, model or adapter, that it may serve instead; may be repeated")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's, or adapter's, name there; default: its only one")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None, typer.Option(help="Default: the model folder's own")
+    ] = None,
+    logprobs: Annotated[
+        Literal["raw", "processed"] | None, typer.Option(help="What log-probs of sampled tokens must be")
+    ] = None,
+    max_depth: Annotated[int | None, typer.Option(min=64, help="Tokens of context; default: all that fit")] = None,
+    key_variable: Annotated[str | None, typer.Option(help="With the server's key; default: OPENAI_API_KEY")] = None,
+    deadline_s: Annotated[float, typer.Option(min=0.1, help="Of each request")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+) -> None:
+    """Say whether a server computes with the weights of a folder, and what is wrong if not. Changes nothing there. Exit
+    code 0: it does; 1: a fault, named; 2: that could not be found out."""
+    from agentrl.canary.examine import Subject, examine
+    from agentrl.config.sections import check_url
+    from agentrl.models.resolve import model_dir
+
+    subject = Subject(
+        url=check_url("URL", url),
+        model=model_dir(model),
+        adapter=None if adapter is None else _adapter(adapter),
+        candidates=[_candidate(place) for place in candidates or []],
+        name=name,
+        key=os.environ.get(key_variable or "OPENAI_API_KEY"),
+        dtype=dtype,
+        expected_mode=logprobs,
+        max_depth=max_depth,
+        deadline_s=deadline_s,
+    )
+    try:
+        report = examine(subject, lambda line: print(line, file=sys.stderr, flush=True))
+    except EngineError as error:  # not there, too late, or it makes no sense: nothing was found out
+        raise UsageError(str(error)) from error
+    if as_json:
+        tables.print_json(report.document(subject))
+    else:
+        _show(report)
+    if report.faults:
+        raise SystemExit(1)
+    if report.unknown:
+        raise SystemExit(2)
+
+
+def _adapter(folder: Path) -> Path:
+    if not (folder / "adapter_config.json").is_file():
+        raise UsageError(f"--adapter {folder}: no adapter_config.json is there; give the folder of a LoRA adapter")
+    return folder
+
+
+def _candidate(place: str) -> Path:
+    from agentrl.models.resolve import model_dir
+
+    folder = Path(place)
+    return folder if (folder / "adapter_config.json").is_file() else model_dir(place)
+
+
+def _show(report: Report) -> None:
+    from agentrl.canary.verdict import FIXES
+
+    kind = "rms" if report.dtype == "bfloat16" else "max"
+    table = Table("depth", "mean |Δ|", "max |Δ|", "bfloat16 here", "its max", f"limit ({kind})", "")
+    for row in report.depths:
+        numbers = (row.mean, row.max, row.rounding_mean, row.rounding_max, row.limit)
+        table.add_row(f"{row.depth:,}", *(f"{number:.2g}" for number in numbers), "" if row.is_near else "too far")
+    if report.depths:
+        tables.console().print(table)
+        _print("|Δ|: nats between the server's log-probs and the folder's in float32, of tokens up to that depth.")
+    if report.mode is not None:
+        _print(f"Log-probs of sampled tokens are {report.mode}.")
+    for line in report.remarks:
+        _print(line)
+    for fault in report.faults:
+        _print(f"{fault.name}: {fault.evidence}")
+        _print(f"    {FIXES[fault.name]}")
+    for line in report.unknown:
+        _print(f"could not tell: {line}")
+    if not report.faults and not report.unknown:
+        _print(f"the server has these weights, in {report.dtype}")
+
+
+def _print(text: str) -> None:
+    from agentrl.env.gymnasium_wrappers import printable
+
+    tables.console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
