@@ -95,7 +95,7 @@ def _make_model(folder: Path, seed: int) -> Path:
             num_key_value_heads=1,
             head_dim=32,
             intermediate_size=128,
-            max_position_embeddings=1400,
+            max_position_embeddings=2048,
             initializer_range=0.15,
             tie_word_embeddings=False,
             bos_token_id=SPECIAL["<bos>"],
