@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -148,16 +149,19 @@ def test_what_alters_requests_on_their_way_is_named(
     assert evidence in report.faults[0].evidence
 
 
-def test_a_prefix_of_an_adapter_that_was_replaced_in_place_is_named(servers: dict[str, str], folders: Folders) -> None:
-    """vLLM keeps what an adapter computed when another one is loaded under its name."""
-    url = servers["float32"]
+def test_a_prefix_of_an_adapter_whose_folder_was_written_again_is_named(
+    servers: dict[str, str], folders: Folders, tmp_path: Path
+) -> None:
+    """vLLM keeps what an adapter computed, by its name and path, when it is loaded again in place."""
+    url, live = servers["float32"], tmp_path / "live"
 
     def load(name: str) -> Report:
-        body = {"lora_name": "live", "lora_path": str(folders.root / name), "load_inplace": name == "other_adapter"}
+        shutil.copytree(folders.root / name, live, dirs_exist_ok=True)
+        body = {"lora_name": "live", "lora_path": str(live), "load_inplace": name == "other_adapter"}
         httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
-        return look(url, folders.rounded, adapter=folders.root / name, name="live")
+        return look(url, folders.rounded, adapter=live, name="live")
 
     assert names(load("adapter")) == []
     assert names(load("other_adapter")) == ["stale_prefix_cache"]
     httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
-    assert names(look(url, folders.rounded, adapter=folders.other_adapter, name="live")) == []
+    assert names(look(url, folders.rounded, adapter=live, name="live")) == []
