@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,8 @@ class Subject:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What was seen. `unknown` are questions that stay open, one line each; without faults they make it uncertain."""
+    """The result of a look at a server. `unknown` are questions that stay open, one line each; without faults they make
+    it uncertain."""
 
     way: Way
     name: str | None
@@ -75,7 +76,7 @@ class Report:
             "dtype": self.dtype,
             "healthy": False if self.faults else None if self.unknown else True,
             "faults": [fault.document() for fault in self.faults],
-            "depths": verdict.document(self.depths),
+            "depths": [asdict(row) for row in self.depths],
             "logprobs": self.mode,
             "remarks": self.remarks,
             "unknown": self.unknown,
@@ -175,7 +176,7 @@ async def _chats(server: Server, folder: Path) -> list[tuple[tuple[int, ...], Se
         except ModelError:  # the template takes no such message
             continue
         try:
-            served = await server.chat_tokens(messages, server.name)
+            served = await server.chat_tokens(messages, server.base or server.name)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError as error:
@@ -261,10 +262,16 @@ class _Comparison:
         hypotheses = list(self._hypotheses())
         best = verdict.closest(self._answer, self._exact, hypotheses, rounding, self._dtype)
         reference = self._exact if best is None else best.logprobs
+        is_quantized = best is not None and best.fault == "quantized"
+        is_exact = is_quantized or verdict.is_near(self._answer, reference, self._dtype, rounding)
+        # Before the dtype: some layers of the checkpoint before this one may be as far off as bfloat16 is.
+        if not is_exact and (fault := self._partial(reference)):
+            faults.append(fault)
+            return False
         if best is not None:
             faults.append(verdict.explained(best, self._answer, self._exact))
-            if best.fault == "quantized":
-                return False
+        if is_quantized:
+            return False
         if fault := verdict.dtype_fault(self._answer, reference, rounding, self._dtype):
             faults.append(fault)
             self._dtype = "bfloat16"
@@ -296,18 +303,20 @@ class _Comparison:
             with self._model.without_adapter():
                 base = self._model.logprobs(tokens)
             yield Hypothesis("adapter_not_applied", "the model without the adapter", base)
-            self._note_too_close("adapter", "the adapter", base)
+            if line := self._too_close("the adapter", base):
+                self._report.unknown.append(line)
         for folder in subject.candidates:
             self._progress(f"computing the log-probs of {folder}")
             logprobs = self._candidate(folder)
             if logprobs is not None:
                 is_adapter = (folder / ADAPTER).is_file()
                 yield Hypothesis("other_adapter" if is_adapter else "other_checkpoint", str(folder), logprobs)
-                self._note_too_close("candidate", str(folder), logprobs)
+                if line := self._too_close(str(folder), logprobs):
+                    self._report.remarks.append(line)
         for scheme in SCHEMES:
-            model = LocalModel(subject.model, "float32", subject.adapter)
-            model.quantize(scheme)
-            yield Hypothesis("quantized", f"the folder with weights rounded to {scheme}", model.logprobs(tokens))
+            with self._model.quantized(scheme):
+                rounded = self._model.logprobs(tokens)
+            yield Hypothesis("quantized", f"the folder with weights rounded to {scheme}", rounded)
 
     def _candidate(self, folder: Path) -> tuple[float, ...] | None:
         model = self._loaded(folder)
@@ -320,19 +329,16 @@ class _Comparison:
         is_adapter = (folder / ADAPTER).is_file()
         return LocalModel(self._subject.model, "float32", folder) if is_adapter else LocalModel(folder, "float32")
 
-    def _note_too_close(self, kind: str, name: str, other: Sequence[float]) -> None:
+    def _too_close(self, name: str, other: Sequence[float]) -> str | None:
         if verdict.is_told_apart(self._exact, other, self._rounding, self._dtype):
-            return
-        line = f"{name} moves the probe by less than {self._dtype} rounds it: not told apart"
-        (self._report.unknown if kind == "adapter" else self._report.remarks).append(line)
+            return None
+        return f"{name} moves the probe by less than {self._dtype} rounds it: not told apart"
 
     def _unexplained(self) -> Fault:
         """The fault of log-probs that no hypothesis so far explains."""
         if self._report.depths[0].is_near and (wrong := [row for row in self._report.depths if not row.is_near]):
             return self._depth_fault(wrong[0])
         if fault := self._cut_prompt():
-            return fault
-        if fault := self._partial():
             return fault
         size = verdict.rms(minus(self._answer, self._exact))
         evidence = f"{size:.2g} nats (rms) from the folder, where bfloat16 makes {verdict.rms(self._rounding):.2g}"
@@ -373,17 +379,25 @@ class _Comparison:
             f" {setting.left:.2g} nats (rms) are left",
         )
 
-    def _partial(self) -> Fault | None:
-        """Weights of a candidate in some parts of the model, and the folder's in the others."""
+    def _partial(self, reference: Sequence[float]) -> Fault | None:
+        """Weights of a candidate in some parts of the model, and the folder's in the others, that are far nearer than
+        `reference` is."""
         for folder in self._subject.candidates:
             other = self._loaded(folder)
             if not other.has_shapes_of(self._model):
                 continue
             self._progress(f"looking for layers of {folder} among the folder's")
+            best, least = list[str](), verdict.rms(minus(self._answer, reference)) / 2
             for stale in self._splits(other):
-                if verdict.is_near(self._answer, self._mixed(other, stale), "bfloat16", self._rounding):
-                    names = ", ".join(stale[:_SHOWN]) + (f" and {len(stale) - _SHOWN} more" * (len(stale) > _SHOWN))
-                    return Fault("partial_update", f"of {folder}, not of the folder: {names}")
+                logprobs = self._mixed(other, stale)
+                left = verdict.rms(minus(self._answer, logprobs))
+                if left < least and verdict.is_near(self._answer, logprobs, "bfloat16", self._rounding):
+                    best, least = stale, left
+                if best and verdict.is_near(self._answer, logprobs, self._dtype, self._rounding):
+                    break
+            if best:
+                names = ", ".join(best[:_SHOWN]) + (f" and {len(best) - _SHOWN} more" * (len(best) > _SHOWN))
+                return Fault("partial_update", f"of {folder}, not of the folder: {names}; {least:.2g} nats (rms) left")
         return None
 
     def _splits(self, other: LocalModel) -> Iterator[list[str]]:
@@ -418,6 +432,12 @@ class _Comparison:
         answers, report = self._answers, self._report
         if answers.fresh is None or answers.cached is None or answers.tempered is None:
             report.remarks.append("sampled tokens: not compared, since the server does not name them with log-probs")
+            return
+        samples = (answers.fresh, answers.cached, answers.tempered)
+        beyond = max(token for sample in samples for token in sample.token_ids)
+        if beyond >= self._model.rows:
+            evidence = f"it samples token {beyond}, and the folder has {self._model.rows}"
+            report.faults.append(Fault("other_weights", evidence))
             return
         if not self._agrees(answers.fresh):
             sample = answers.fresh

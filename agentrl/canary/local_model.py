@@ -1,4 +1,4 @@
-"""What a model folder says: log-probs by transformers' own forward pass, as nobody's engine computes them.
+"""A model folder's own log-probs, by transformers' forward pass, as nobody's engine computes them.
 
 Owns the model in memory, its dtype, its adapter, and the changes that a hypothesis makes to its weights. The one module
 of this room that imports torch. Never knows servers.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -99,14 +100,24 @@ class LocalModel:
         with self._peft.disable_adapter():
             yield
 
-    @torch.no_grad()
-    def quantize(self, scheme: Scheme) -> None:
-        """Round the linear layers of all blocks as the plainest kind of a scheme does: a scale for each output, or for
-        128 weights in 4 bits."""
+    @contextmanager
+    def quantized(self, scheme: Scheme) -> Generator[None]:
+        """Inside, the linear layers of all blocks have weights rounded as the plainest kind of a scheme rounds them: a
+        scale for each output, or for 128 weights in 4 bits."""
         output = self._module.get_output_embeddings()
-        for module in self._module.modules():
-            if isinstance(module, nn.Linear) and module is not output and "lora" not in type(module).__module__:
-                module.weight.copy_(_rounded(module.weight, scheme))
+        layers: list[Any] = [
+            layer
+            for name, layer in self._module.named_modules()
+            if isinstance(layer, nn.Linear) and layer is not output and ".lora_" not in name
+        ]
+        # Rounded as they compute, a layer at a time: a second model would not fit beside a large one.
+        for layer in layers:
+            layer.forward = partial(_rounded_product, layer, scheme)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
 
     def layers(self) -> list[str]:
         """The parts that an update of weights may miss, in the order of the model."""
@@ -155,6 +166,10 @@ def _part(name: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`; what belongs to no layer stands by itself."""
     match = _LAYER.search(name)
     return name.removesuffix(".weight") if match is None else name[: match.end() - 1]
+
+
+def _rounded_product(layer: nn.Linear, scheme: Scheme, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, _rounded(layer.weight, scheme), layer.bias)
 
 
 def _rounded(weight_OI: Tensor, scheme: Scheme) -> Tensor:

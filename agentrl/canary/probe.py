@@ -114,6 +114,6 @@ def draw_special(vocabulary: Vocabulary, length: int) -> tuple[int, ...]:
 
 
 def with_new_start(vocabulary: Vocabulary, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The same tokens after another first one, which differs with every call: no cache holds this prefix."""
+    """Put another first token before the others, which differs with every call: no cache holds this prefix."""
     first = random.SystemRandom().choice([id for id in vocabulary.ordinary if id != tokens[0]])
     return (first, *tokens[1:])

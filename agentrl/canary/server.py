@@ -1,4 +1,4 @@
-"""What a server answers: log-probs of prompts and of sampled tokens, and the tokens that it makes of texts.
+"""Requests to a server: log-probs of prompts and of sampled tokens, and the tokens that it makes of texts.
 
 Three paths lead there: `/v1/completions` (vLLM's `prompt_logprobs`, else OpenAI's `echo`), vLLM's
 `/inference/v1/generate`, which the embedded engine has too, and SGLang's `/generate`; `EngineClient` speaks the last
@@ -252,7 +252,7 @@ def _named(name: str | None) -> dict[str, Json]:
 def _ids(value: object) -> tuple[int, ...] | None:
     """Token ids in an answer; None for anything else."""
     ids = cast("list[Any]", value) if isinstance(value, list) else []
-    return tuple(ids) if ids and all(type(id) is int for id in ids) else None
+    return tuple(ids) if ids and all(type(id) is int and id >= 0 for id in ids) else None
 
 
 def _counted(answer: Mapping[str, Json]) -> ServedTokens | None:

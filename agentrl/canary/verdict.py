@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from agentrl.canary.server import ServedTokens
 from agentrl.engine.weight_sync.canary import Dtype, is_beyond_noise, near, share_of_way
@@ -22,7 +22,7 @@ FIXES: Final[dict[str, str]] = {
     "other_weights": "name what it may serve instead with --candidates, or start it again from this folder",
     "partial_update": "send the whole update again, or start the server from this folder",
     "quantized": "start the server without --quantization, or give the quantized folder as --model",
-    "dtype": "start the server with --dtype of this folder, or say with --dtype which one is meant",
+    "dtype": "start the server with --dtype of this folder, or say here with --dtype which one is meant",
     "depth": "compare rope scaling, sliding window and the dtype of the KV cache with config.json",
     "special_tokens": "copy the embedding of the special tokens too: resize the model to its tokenizer, then export it",
     "temperature": "request temperature 1 and remove what overrides it: generation_config.json, a proxy",
@@ -150,7 +150,7 @@ def closest(
 
 def is_told_apart(exact: Sequence[float], other: Sequence[float], rounding: Sequence[float], dtype: Dtype) -> bool:
     """Whether a healthy server of `dtype` shows which of two sets of weights it has."""
-    return is_beyond_noise(minus(other, exact), max(_NOISE[dtype], _NOISE["float32"]) * rms(rounding))
+    return is_beyond_noise(minus(other, exact), _NOISE[dtype] * rms(rounding))
 
 
 def dtype_fault(
@@ -166,7 +166,7 @@ def dtype_fault(
     return Fault(
         "dtype",
         f"the server is {rms(minus(answer, exact)):.2g} nats (rms) from float32, {share:.2g} times what bfloat16 is"
-        f" here ({rms(rounding):.2g}): it computes in {kind}, not in {dtype}",
+        f" here ({rms(rounding):.2g}): it computes in {kind}, not in {dtype}, or with slightly other weights",
     )
 
 
@@ -233,8 +233,3 @@ def _boundary_fault(ours: Sequence[int], served: ServedTokens, special: Sequence
     if served.ids[1:] == tuple(ours) and served.ids[0] in special:
         return "bos_doubled" if begins else None
     return "bos_lost" if begins and served.ids == tuple(ours[1:]) else None
-
-
-def document(depths: Sequence[Depth]) -> list[dict[str, Any]]:
-    """The table, for JSON."""
-    return [asdict(row) for row in depths]

@@ -39,7 +39,7 @@ def canary(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
 ) -> None:
     """Say whether a server computes with the weights of a folder, and what is wrong if not. Changes nothing there. Exit
-    code 0: it does; 1: a fault, named; 2: that could not be found out."""
+    code 0: it does; 1: a fault, named; 2: it could not tell."""
     from agentrl.canary.examine import Subject, examine
     from agentrl.config.sections import check_url
     from agentrl.models.resolve import model_dir
@@ -104,7 +104,7 @@ def _show(report: Report) -> None:
     for line in report.unknown:
         _print(f"could not tell: {line}")
     if not report.faults and not report.unknown:
-        _print(f"the server has these weights, in {report.dtype}")
+        _print(f"the server computes with these weights, up to the rounding of {report.dtype}")
 
 
 def _print(text: str) -> None:

@@ -116,6 +116,8 @@ def test_a_healthy_adapter_has_no_fault(servers: dict[str, str], folders: Folder
             "not of the folder: model.layers.2, model.layers.3, model.norm, lm_head",
         ),
         ("new_step", {"candidates": ["old_step"]}, "partial_update", "of the folder: model.layers.0, model.layers.3"),
+        ("new_norms", {"candidates": ["old_norms"]}, "partial_update", "folder: model.layers.0, model.layers.3;"),
+        ("new_norms", {}, "dtype", "or with slightly other weights"),
         ("exact", {}, "quantized", "rounded to int8"),
         ("new_special", {}, "special_tokens", "'<tool>' (130)"),
         ("other_template", {}, "chat_template", "it counts other numbers"),
@@ -215,7 +217,7 @@ def test_the_command_prints_a_table_and_faults_and_ends_with_their_code(
     servers: dict[str, str], folders: Folders
 ) -> None:
     code, out, err = agentrl("canary", servers["float32"], "--model", folders.rounded, "--max-depth", 256)
-    assert (code, out.splitlines()[-1]) == (0, "the server has these weights, in float32")
+    assert (code, out.splitlines()[-1]) == (0, "the server computes with these weights, up to the rounding of float32")
     assert "1,024" not in out and "generate" in err
     options = ["--candidates", folders.rounded, "--max-depth", "256"]
     code, out, _ = agentrl("canary", servers["float32"], "--model", folders.other, *options)

@@ -61,6 +61,8 @@ def make_folders(root: Path) -> Folders:
     torch.manual_seed(9)
     step = {name: tensor + 8e-3 * torch.randn(tensor.shape) for name, tensor in rounded.items()}
     mixed("step", step, ("model.layers.0.", "model.layers.3."))
+    norms = {n: t + 1e-3 * torch.randn(t.shape) if "norm" in n else t for n, t in rounded.items()}
+    mixed("norms", norms, ("model.layers.0.", "model.layers.3."))
     changed = rounded["model.embed_tokens.weight"].clone()
     changed[SPECIAL["<tool>"]] += 0.5
     _copy(exact, root / "new_special", {**rounded, "model.embed_tokens.weight": changed})
