@@ -10,7 +10,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$uv" build --quiet --python "$python" --out-dir "$folder/dist"
 "$uv" venv --quiet --python "$python" "$folder/venv"
-"$uv" pip install --quiet --python "$folder/venv/bin/python" "$folder"/dist/agentrl-*.whl
+"$uv" pip install --quiet --python "$folder/venv/bin/python" "$folder"/dist/agentrl_kit-*.whl
 cd "$folder"
 for heavy in torch transformers peft matplotlib; do
   if venv/bin/python -c "import $heavy" 2>/dev/null; then echo "the wheel brings $heavy with it"; exit 1; fi
@@ -27,9 +27,9 @@ venv/bin/python -c 'import agentrl; agentrl.check_env("agentrl/Calculator-v0")'
 venv/bin/python -c 'import gymnasium; gymnasium.make("agentrl:agentrl/Calculator-v0").reset(seed=1)'
 printf 'model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/Calculator-v0"\n' >run.toml
 said=$(venv/bin/agentrl train run.toml 2>&1) && { echo "it trained without torch"; exit 1; }
-# The command installs from this wheel file: on the public index the name is another project's.
+# The command installs from this wheel file: it is on no index.
 case "$said" in
-  "agentrl: training needs torch, which is not installed: pip install '/"*"/agentrl-"*".whl[train]'") ;;
+  "agentrl: training needs torch, which is not installed: pip install '/"*"/agentrl_kit-"*".whl[train]'") ;;
   *) echo "$said"; exit 1 ;;
 esac
 [ ! -e runs ]
@@ -58,7 +58,7 @@ cd - >/dev/null
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 [ -n "$UV_FIND_LINKS" ] || export UV_TORCH_BACKEND=cpu
 "$uv" pip install --quiet --python "$folder/trains/bin/python" --constraint requirements/runtime.txt \
-  "$(echo "$folder"/dist/agentrl-*.whl)[train]"
+  "$(echo "$folder"/dist/agentrl_kit-*.whl)[train]"
 mkdir "$folder/empty"
 cd "$folder/empty"
 # Two steps and eight tasks: whether the whole demo learns is what `make demo` shows.

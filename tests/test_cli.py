@@ -145,7 +145,7 @@ def test_a_module_of_the_working_folder_is_found_as_its_file_is(
 def test_version_and_help_have_their_usual_names() -> None:
     from importlib.metadata import version
 
-    assert agentrl("--version") == (0, f"agentrl {version('agentrl')}\n", "")
+    assert agentrl("--version") == (0, f"agentrl {version('agentrl-kit')}\n", "")
     for arguments in (["-h"], ["train", "-h"], ["bench", "-h"], ["bench", "--help"]):
         code, stdout, stderr = agentrl(*arguments)
         assert (code, stderr) == (0, "")

@@ -130,7 +130,9 @@ def _print_version(requested: bool) -> None:
     if requested:
         from importlib.metadata import version
 
-        print(f"agentrl {version('agentrl')}")
+        from agentrl.host.installation import DISTRIBUTION
+
+        print(f"agentrl {version(DISTRIBUTION)}")
         raise typer.Exit
 
 

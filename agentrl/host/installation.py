@@ -1,8 +1,8 @@
 """How this installation of agentrl gets more of its optional parts.
 
-The name `agentrl` on the public package index belongs to another project (AgentRL 0.0.18, of 2022), so a command that
-names it alone installs a stranger's code wherever ours is not there yet. Every command that we show installs from where
-this installation came: its checkout, or its wheel file (PEP 610 has pip write that down).
+The name `agentrl` on the public package index belongs to another project (AgentRL 0.0.18, of 2022), so our distribution
+is called `agentrl-kit`. It is not published: every command that we show installs from where this installation came, its
+checkout or its wheel file (PEP 610 has pip write that down).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+DISTRIBUTION = "agentrl-kit"
+"""The name by which pip knows this package, and `importlib.metadata` its version."""
 
 
 def install_command(*extras: str) -> str:
@@ -27,20 +29,16 @@ def _source() -> str:
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"{_PACKAGE.parent}"
     try:
-        text = importlib.metadata.distribution("agentrl").read_text("direct_url.json")
+        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         text = None
     origin: dict[str, Any] = json.loads(text) if text else {}
     url = str(origin.get("url", ""))
-    return url.removeprefix("file://") if url.startswith("file://") else "PATH/TO/agentrl.whl"
+    return url.removeprefix("file://") if url.startswith("file://") else "PATH/TO/agentrl_kit.whl"
 
 
 def other_project(package: Path = _PACKAGE) -> str:
-    """Return the place where files of the other project named agentrl lie among ours; "" if there are none. On a file
-    system without upper case its package is the same folder; elsewhere its metadata takes the place of ours, and no
-    environment of ours is registered."""
+    """Return a file of the other project named agentrl that lies among ours; "" if there is none. Its package is called
+    AgentRL, which is the same folder on a file system that does not tell upper from lower case (a Mac's)."""
     inside = package / "agents" / "deep_q_network.py"
-    if inside.is_file():
-        return str(inside)
-    beside = sorted(package.parent.glob("AgentRL-*.dist-info")) if package.parent.name == "site-packages" else []
-    return str(beside[0]) if beside else ""
+    return str(inside) if inside.is_file() else ""

@@ -20,7 +20,7 @@ from agentrl import notices
 from agentrl.config import RunConfig
 from agentrl.env.tools.calls import dump
 from agentrl.errors import UsageError
-from agentrl.host.installation import install_command
+from agentrl.host.installation import DISTRIBUTION, install_command
 from agentrl.offline.conversations import calls_of, conversation, turn_message
 from agentrl.records import Message, ShownTools, Trajectory, Turn
 from agentrl.store.reads import Readers
@@ -123,7 +123,7 @@ def _atif(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
         "schema_version": "ATIF-v1.7",
         "session_id": config.name,
         "trajectory_id": f"{config.name}-{trajectory.episode_id}",
-        "agent": {"name": "agentrl", "version": version("agentrl"), "model_name": config.model, **tools},
+        "agent": {"name": "agentrl", "version": version(DISTRIBUTION), "model_name": config.model, **tools},
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {
             "total_completion_tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
@@ -200,7 +200,7 @@ def _write_inspect(episodes: Iterator[Trajectory], out: Path, config: RunConfig)
             "dataset": {"name": "agentrl"},
             "model": f"agentrl/{config.model}",
             "config": {},
-            "metadata": {"agentrl": version("agentrl")},
+            "metadata": {"agentrl": version(DISTRIBUTION)},
         },
         "stats": {"started_at": now, "completed_at": now},
     }

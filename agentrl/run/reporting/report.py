@@ -18,6 +18,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.env.gymnasium_wrappers import printable
+from agentrl.host.installation import DISTRIBUTION
 from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation
@@ -31,7 +32,7 @@ from agentrl.store.metrics import finite
 from agentrl.store.run_values import CREATED_S, MODEL_PARAMS, STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
 
 _MOST_NOTICES = 10  # lines at the end of a run; the summary has all
-_PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
+_PACKAGES = (DISTRIBUTION, "torch", "transformers", "gymnasium", "trio", "httpx")
 
 
 def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
