@@ -330,7 +330,7 @@ class _Comparison:
         return LocalModel(self._subject.model, "float32", folder) if is_adapter else LocalModel(folder, "float32")
 
     def _too_close(self, name: str, other: Sequence[float]) -> str | None:
-        if verdict.is_told_apart(self._exact, other, self._rounding, self._dtype):
+        if verdict.is_distinguishable(self._exact, other, self._rounding, self._dtype):
             return None
         return f"{name} moves the probe by less than {self._dtype} rounds it: not told apart"
 

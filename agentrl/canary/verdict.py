@@ -148,7 +148,7 @@ def closest(
     return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
-def is_told_apart(exact: Sequence[float], other: Sequence[float], rounding: Sequence[float], dtype: Dtype) -> bool:
+def is_distinguishable(exact: Sequence[float], other: Sequence[float], rounding: Sequence[float], dtype: Dtype) -> bool:
     """Whether a healthy server of `dtype` shows which of two sets of weights it has."""
     return is_beyond_noise(minus(other, exact), _NOISE[dtype] * rms(rounding))
 
