@@ -286,13 +286,18 @@ def carry_plugin(folder: Path) -> None:
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
     names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
-    shared = [root / "errors.py", root / "records.py", root / "engine" / "auth.py"]
+    shared = [
+        root / "errors.py",
+        root / "records.py",
+        root / "engine" / "auth.py",
+        root / "host" / "platform_checks.py",
+    ]
     shared += [root / "engine" / "weight_sync" / f"{name}.py" for name in names]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    for name in ("agentrl", "agentrl/engine", "agentrl/engine/vllm", "agentrl/engine/weight_sync"):
+    for name in ("agentrl", "agentrl/host", "agentrl/engine", "agentrl/engine/vllm", "agentrl/engine/weight_sync"):
         (folder / name / "__init__.py").write_text("")
     # vLLM looks for plugins among the entry points of installed packages. A dist-info folder on the path is all that
     # `importlib.metadata` asks of one.
