@@ -37,6 +37,7 @@ from agentrl.cli.run import logs, scale, stop, submit, tasks
 from agentrl.cli.status import status
 from agentrl.cli.steer import pause, requeue, resume, set_
 from agentrl.cli.strict import Strict
+from agentrl.cli.validate import validate
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
@@ -45,7 +46,6 @@ from agentrl.host.quick_imports import quick_imports
 if TYPE_CHECKING:
     from agentrl.config import EngineSettings
     from agentrl.config.reference import Key
-    from agentrl.env.checks.validate import Validation
     from agentrl.run.evaluation.held_out import EvalResult
 
 app = typer.Typer(
@@ -75,6 +75,7 @@ for command in (
     rewards,
     rescore,
     compare,
+    validate,
     simulate,
     plan,
     retrain,
@@ -399,56 +400,6 @@ def new_env(
     for path in written:
         print(path)
     print(f"{id} is ready: cd {folder} && pip install -e '.[dev]' && pytest")
-
-
-@app.command()
-def validate(
-    env: Annotated[str, typer.Argument(autocompletion=environment_ids, help="Environment id")],
-    n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
-    drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    strict: Strict = False,
-) -> None:
-    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
-    from agentrl.config import apply_override
-    from agentrl.env.checks.validate import validate as play_oracles
-
-    kwargs: dict[str, Any] = {}
-    for setting in settings or []:
-        apply_override(kwargs, setting)
-    validation = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
-    dropped = None if drop is None else validation.drop(drop)
-    if as_json:
-        tables.print_json({"env": env, "right": not validation.faults, **asdict(validation)})
-    else:
-        _show_validation(validation, drop, dropped)
-    if validation.faults:
-        raise SystemExit(1)
-
-
-def _show_validation(validation: Validation, drop: Path | None, dropped: int | None) -> None:
-    table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
-    for tally in validation.tallies:
-        missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
-        turns = f"{tally.turns / tally.episodes:.1f}"
-        table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
-    console = tables.console()
-    if validation.tallies:
-        console.print(table)
-    if validation.tests:
-        console.print(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
-    for kind, faults in (("no task", validation.bad), ("failed", validation.failed), ("missed", validation.missed)):
-        for fault in faults[:20]:
-            name = "" if fault.task in fault.reason else f"{fault.task}: "
-            console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)
-        if faults[20:]:
-            console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
-    if drop is not None:
-        name = escape(str(drop))
-        console.print(f"{dropped} tasks are in {name}: leave them out by --set skip={name}")
 
 
 @app.command("list")

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 from agentrl import notices
 from agentrl.env.chat_messages import plain_messages, plain_tools, without_padded_arguments
+from agentrl.env.checks.tasks.verdicts import TaskText
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
 from agentrl.env.limits import EpisodeLimits, ParsePolicy, finite, positive_seconds
@@ -48,6 +49,7 @@ class RowsEnv(Env):
 
     `prompt` is the question with the row's columns in braces; a column of chat messages may stand there alone. `rows`
     is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is the question of a reset without options.
+    `answer` is the column of the right answer, which `agentrl validate` gives to the functions; nothing else reads it.
 
     The functions run in the main threads of at most `processes` processes, started as they are needed; with 0 in
     threads of this process, for functions that share something large. If they run for more than `reward_s` seconds for
@@ -66,6 +68,7 @@ class RowsEnv(Env):
         prompt: str = "{prompt}",
         system: str | None = None,
         rows: str | None = None,
+        answer: str = "answer",
         success_from: float = 1.0,
         processes: int = 8,
         reward_s: float = 20.0,
@@ -82,7 +85,7 @@ class RowsEnv(Env):
         if type(processes) is not int or processes < 0:
             raise UsageError(f"processes = {processes!r}: give how many processes may score at once, or 0 for threads")
         self._processes, self._reward_s = processes, positive_seconds("reward_s", reward_s)
-        texts: dict[str, object] = {"prompt": prompt, "system": system or ""}
+        texts: dict[str, object] = {"prompt": prompt, "system": system or "", "answer": answer}
         for field, text in texts.items():
             if not isinstance(text, str):
                 raise UsageError(f"{field} = {text!r}: give a text")
@@ -92,6 +95,19 @@ class RowsEnv(Env):
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(rewards)
         self._prompt, self._system, self._success_from = prompt, system, success_from
         self._rows = None if rows is None else read_rows(rows)
+        self._answer, self.task_count, self.bad_tasks = answer, len(self._rows or ()), ()
+
+    def task_texts(self) -> Sequence[TaskText]:
+        """The question of each row, and its right answer where it has one."""
+        return [
+            TaskText(
+                task=f"row {number}",
+                text="\n".join(str(message["content"]) for message in self._messages(row)),
+                answer="" if row.get(self._answer) is None else str(row[self._answer]),
+                options=row,
+            )
+            for number, row in enumerate(self._rows or ())
+        ]
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         super().reset(seed=seed)

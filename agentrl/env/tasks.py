@@ -13,12 +13,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 
 from agentrl.errors import ConfigError
 from agentrl.records import Json, Task
+
+_ID: Final = 10  # characters of a task's id
 
 
 class TaskSource(ABC):
@@ -247,6 +249,16 @@ def task_key(task: Task) -> str:
     # found there. A hash of the standard library, since Python's own differs from process to process.
     text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def task_id(task: Task) -> str:
+    """The name of a task in `rollout.skip_tasks`: its environment, arguments, options and seed."""
+    return task_key(task)[:_ID]
+
+
+def row_id(task: Task) -> str:
+    """Return a task's id without the seed: a row of a data set is played under another seed in each epoch."""
+    return task_key(Task(index=0, env=task.env, seed=0, kwargs=task.kwargs, options=task.options))[:_ID]
 
 
 def _mixed(*parts: int) -> int:

@@ -11,8 +11,9 @@ from typing import cast
 import pytest
 
 from agentrl.config import RunConfig, TaskTable
+from agentrl.env.tasks import row_id, task_id
 from agentrl.records import StopReason, Task
-from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, row_id, skip_hint, skips, task_id
+from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, skip_hint, skips
 from agentrl.run.reporting.live_view import LiveView, Warnings
 from agentrl.run.reward_services import by_function
 from agentrl.run.run_folder import RunDir

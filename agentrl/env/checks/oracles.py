@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import trio
 
 from agentrl.env import sync_async
 from agentrl.protocols import AsyncEnv
@@ -59,7 +61,7 @@ class UnplayableTask(Protocol):
 class OracleResult:
     """The result of an oracle's episode: the outcome it must get, and the one it got (None: the environment set none).
     `info` is the last step's, `task` what the reset's info calls the task, `answers` what the oracle read of each
-    action."""
+    action. `last_step_s` are the seconds of the last step, which grades."""
 
     name: str
     expected: float
@@ -68,6 +70,7 @@ class OracleResult:
     task: str = ""
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
     answers: tuple[str, ...] = ()
+    last_step_s: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -87,19 +90,30 @@ async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[OracleResult]:
             oracles = env.oracles() if isinstance(env, HasOracles) else ()
             if index >= len(oracles):
                 return verdicts
-            oracle, turns, over, task = oracles[index], 0, False, str(info.get("task", ""))
-            answers: list[str] = []
-            while not over and turns < TURNS:
-                text = await sync_async.call(oracle.policy, messages, blocking=False)
-                messages, _, terminated, truncated, info = await env.astep(text)
-                turns, over = turns + 1, terminated or truncated
-                answers += [str(message.get("content") or "") for message in messages]
-            got = info.get("outcome")
-            outcome = None if got is None else float(got)
-            verdicts.append(OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), tuple(answers)))
+            verdicts.append(await play(env, oracles[index], messages, str(info.get("task", ""))))
         finally:
             await env.aclose()
         index += 1
+
+
+async def play(env: AsyncEnv, oracle: Oracle, messages: Messages, task: str = "") -> OracleResult:
+    """Play an oracle of the episode that was just reset, to its end; `messages` are what the reset gave."""
+    turns, over, answers, began = 0, False, list[str](), 0.0
+    info: Mapping[str, Json] = {}
+    while not over and turns < TURNS:
+        text = await sync_async.call(oracle.policy, messages, blocking=False)
+        began = trio.current_time()
+        messages, _, terminated, truncated, info = await env.astep(text)
+        turns, over = turns + 1, terminated or truncated
+        answers += [str(message.get("content") or "") for message in messages]
+    seconds, outcome = trio.current_time() - began, outcome_of(info)
+    return OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), tuple(answers), seconds)
+
+
+def outcome_of(info: Mapping[str, Json]) -> float | None:
+    """The outcome that an info has, None where it has none."""
+    outcome: Any = info.get("outcome")
+    return None if outcome is None else float(outcome)
 
 
 def say(text: str) -> Callable[[Messages], str]:

@@ -169,12 +169,12 @@ def _missed(seed: int, verdicts: Sequence[OracleResult]) -> Iterator[TaskFault]:
     for verdict in verdicts:
         if not verdict.holds:
             absent, tests = _number(verdict, "absent"), _number(verdict, "tests")
-            why = [f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}", *_reasons(verdict)]
+            why = [f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}", *reasons_of(verdict)]
             yield TaskFault(verdict.task or f"seed {seed}", "; ".join(why)[:_WORDS], absent, tests)
             return
 
 
-def _reasons(verdict: OracleResult) -> Iterator[str]:
+def reasons_of(verdict: OracleResult) -> Iterator[str]:
     """Why an oracle missed its outcome, as far as the environment knows: what its actions were answered, what the
     grader noted, then the end of what the tests printed."""
     if answers := [answer for answer in verdict.answers if answer.strip()]:

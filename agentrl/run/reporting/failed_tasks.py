@@ -17,7 +17,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.env.gymnasium_wrappers import printable
-from agentrl.env.tasks import task_key
+from agentrl.env.tasks import row_id, task_id
 from agentrl.errors import split_place
 from agentrl.records import Task
 from agentrl.run.reward_services import failures as score_failures
@@ -27,17 +27,6 @@ from agentrl.store.episodes.endings import FAILURES
 MOST_ROWS = 20
 """Rows of a table in a summary: `agentrl tasks RUN --failed` has all."""
 _LOOK_S = 2.0  # between two looks at the failed episodes of a run in progress
-_ID = 10  # characters of a task's id
-
-
-def task_id(task: Task) -> str:
-    """The name of a task in `rollout.skip_tasks`: its environment, arguments, options and seed."""
-    return task_key(task)[:_ID]
-
-
-def row_id(task: Task) -> str:
-    """Return a task's id without the seed: a row of a data set is played under another seed in each epoch."""
-    return task_key(Task(index=0, env=task.env, seed=0, kwargs=task.kwargs, options=task.options))[:_ID]
 
 
 def id_of(task: Task, config: RunConfig) -> str:

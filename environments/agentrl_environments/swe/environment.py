@@ -21,6 +21,8 @@ import trio
 from agentrl import notices
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.checks.oracles import Oracle, script
+from agentrl.env.checks.tasks.task_checks import NO_WORK
+from agentrl.env.checks.tasks.verdicts import Finding, TaskText
 from agentrl.env.limits import positive_seconds
 from agentrl.env.tools.by_name import Named, check_limits
 from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
@@ -30,7 +32,7 @@ from agentrl.records import Json
 from agentrl.sandbox.backend_pool import Setup, set_up
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
-from agentrl_environments.swe import harbor, jsonl, submitted_files
+from agentrl_environments.swe import harbor, jsonl, submitted_files, task_checks
 from agentrl_environments.swe.task import Act, BadTask, CodingTask, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import apply_patch
 from agentrl_tools.editing import Submit
@@ -200,6 +202,27 @@ class CodingTasks(ToolEnv):
         for name, acts in self._playing.cheats.items():
             oracles.append(Oracle(name, 0.0, script(self._acted(acts), submit), cheats=True))
         return oracles
+
+    def cheats(self) -> list[Oracle]:
+        """Cheap attacks that any task may be open to, for `agentrl validate --out`."""
+        submit = self.call("submit")
+        panel = task_checks.panel(self._playing)
+        return [
+            Oracle(name, 0.0, script(self._acted(acts), submit), cheats=name not in NO_WORK)
+            for name, acts in panel.items()
+        ]
+
+    async def task_findings(self) -> list[Finding]:
+        """Where the solution or the hidden tests of the task just reset can be read."""
+        return await task_checks.leaks(self._box, self._playing)
+
+    @property
+    def grader_deadline_s(self) -> float | None:
+        deadline_s = getattr(self._playing.grade, "deadline_s", None)
+        return None if deadline_s is None else float(deadline_s)
+
+    def task_texts(self) -> list[TaskText]:
+        return [TaskText(task.id, task.instruction) for task in self._tasks]
 
     def _acted(self, acts: Sequence[Act]) -> str:
         arguments = {"shell": "command", "apply_patch": "patch"}

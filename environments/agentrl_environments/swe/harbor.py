@@ -37,7 +37,7 @@ from agentrl.sandbox.work_folder import WORKSPACE
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
 from agentrl_environments.swe.reward_files import VerifierRewards, rewards_of, total
 from agentrl_environments.swe.submitted_files import is_artifact, last_words, matching
-from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, TaskSet, text_of
+from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, Secret, TaskSet, text_of
 from agentrl_environments.swe.trees import WorkTree
 
 _OWN: Final = ".harbor"
@@ -138,7 +138,7 @@ class Verifier:
         await box.write(f"{_REWARDS}/.keep", b"")
         result = await box.exec([shell, f"{_OWN}/tests/test.sh"], env=self.env, timeout_s=self.deadline_s)
         late = own_time_out(result)
-        info: dict[str, Json] = {"shared": True} if self.shared else {}
+        info: dict[str, Json] = {"grader_exit": result.exit_code, **({"shared": True} if self.shared else {})}
         rewards = VerifierRewards() if late else await self._left(box)
         parts = {name: self._bounded(value) for name, value in rewards.parts.items()}
         reward = self._bounded(total(parts, self.weights))
@@ -272,6 +272,10 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
         env=variables["environment"],
         limits=_limits(folder, environment),
         tool_seconds=_positive(folder, "agent.timeout_sec", _table(settings, "agent").get("timeout_sec")),
+        secrets=[
+            *(Secret(kind="tests", file=path) for path in sorted((folder / "tests").rglob("*")) if path.is_file()),
+            *([Secret(kind="solution", file=solution)] if solve else []),
+        ],
         gold=(Act.shell(solve),) if solve else (),
         cheats=cheats,
     )

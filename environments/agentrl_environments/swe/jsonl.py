@@ -25,7 +25,7 @@ from agentrl.protocols import ExecResult, Sandbox, SandboxBackend
 from agentrl.sandbox.graded_time import own_time_out
 from agentrl_environments.swe.separate_grading import ApartTests
 from agentrl_environments.swe.submitted_files import is_source, matching
-from agentrl_environments.swe.task import Act, CodingTask, TaskSet
+from agentrl_environments.swe.task import Act, CodingTask, Secret, TaskSet
 from agentrl_environments.swe.trees import WorkTree, reversed_patch
 from agentrl_environments.swe.verdicts import Log, canonical, graded, is_name, read_log
 from agentrl_tools.patching import parse_patch
@@ -82,6 +82,7 @@ class HiddenTests:
             return log, graded(log, self.fails, self.passes, exit_code=result.exit_code)
 
         log, grade = await trio.to_thread.run_sync(judge)  # a long log must not hold up the other episodes
+        grade = dataclasses.replace(grade, info={**grade.info, "grader_exit": result.exit_code})
         if reason:
             return dataclasses.replace(grade, info={**grade.info, "not_graded": reason})
         self.matches.count(log, grade, self.fails[0])
@@ -253,6 +254,7 @@ def task_of(
         raise ConfigError(f"{where}.apart", apart, "give true or false")
     hidden_tests = HiddenTests(command, fails, passes, defaults.tests_s, matches or Matches(where))
     grading = ApartTests(fails, passes, image) if apart else hidden_tests
+    fix = patch if patch_is == "fix" else reversed_patch(patch)
     return CodingTask(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",
@@ -261,7 +263,8 @@ def task_of(
         grade=grading,
         image=image,
         hidden=test_patch,
-        gold=(Act.patch(patch if patch_is == "fix" else reversed_patch(patch)),),
+        secrets=(Secret(kind="solution", diff=fix), *([Secret(kind="tests", diff=test_patch)] if test_patch else [])),
+        gold=(Act.patch(fix),),
         cheats={"delete the tests": (Act.shell(r"find . -name 'test*' -prune -exec rm -rf {} +"),)},
     )
 

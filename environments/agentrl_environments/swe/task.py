@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.env import Grade
 from agentrl.errors import ConfigError
@@ -24,6 +24,8 @@ class CodingTask:
     agent's calls may take. Before the files are carried, the commands `collect` run in the agent's box. `grading` says
     how the fresh box differs from the agent's.
 
+    `secrets` are what no file of the agent's box and no prompt may hold.
+
     `gold` and `cheats` are shell commands or unified diffs for the oracles: the solution, and what must get 0."""
 
     id: str
@@ -38,8 +40,18 @@ class CodingTask:
     hidden: str = ""
     collect: Sequence[Collect] = ()
     grading: Grading | None = None
+    secrets: Sequence[Secret] = ()
     gold: Sequence[Act] = ()
     cheats: dict[str, Sequence[Act]] = field(default_factory=dict[str, "Sequence[Act]"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """The solution of a task or its hidden tests: a diff, or a file of the host."""
+
+    kind: Literal["solution", "tests"]
+    diff: str = ""
+    file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

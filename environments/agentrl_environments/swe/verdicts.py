@@ -292,7 +292,8 @@ def _status_last(line: str) -> tuple[str, str]:
 
 def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: int = 0) -> Grade:
     """Success: all listed tests passed; `fails` is not empty. `absent` is how many listed tests the log does not have,
-    and `absent_tests` names some of them. `unknown_tests` has the status of those whose status is not known here.
+    and `absent_tests` names some of them; `mended_tests` are some of `fails` that pass where not all tests do.
+    `unknown_tests` has the status of those whose status is not known here.
 
     A run that ended with another exit code than 0 and names no test that failed contradicts itself: it is no success,
     and `contradiction` says so. Where other tests failed the exit code is theirs, and the listed ones count."""
@@ -303,6 +304,8 @@ def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: 
     fixed = len(good & {*fails}) / len({*fails})
     kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
     info: dict[str, Json] = {"mended": fixed, "kept": kept, "tests": len(listed), "absent": len(absent)}
+    if not success and (already := [test for test in dict.fromkeys(fails) if test in good]):
+        info["mended_tests"] = [test[:200] for test in already[:_NAMED]]
     if absent:
         info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
     unknown = {test: log.unknown[name] for test in listed for name in log.names(test) if name in log.unknown}

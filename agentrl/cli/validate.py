@@ -1,0 +1,167 @@
+"""The command `agentrl validate`. Imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl.cli import tables
+from agentrl.cli.completion import environment_ids
+from agentrl.cli.strict import Strict
+from agentrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from agentrl.env.checks.tasks.check_set import SetVerdict
+    from agentrl.env.checks.validate import Validation
+
+_OUT: Final = "With --out: "
+MOST_IDS: Final = 20
+"""Ids of tasks to leave out that a summary names; the file has all."""
+
+
+def validate(
+    env: Annotated[str, typer.Argument(autocompletion=environment_ids, help="Environment id")],
+    n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
+    drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Give each task a verdict, and keep the results in this folder: it goes on")
+    ] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help=f"{_OUT}plays of a solution; default: 3")] = None,
+    held_out: Annotated[
+        list[str] | None, typer.Option(help=f"{_OUT}argument that makes the held-out tasks: key=value")
+    ] = None,
+    task_s: Annotated[float | None, typer.Option(min=1, help=f"{_OUT}most seconds of a task; default: 900")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help=f"{_OUT}tasks at once; default: processors")] = None,
+    strict: Strict = False,
+) -> None:
+    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must.
+    With --out FOLDER, say of each task whether its reward can be trusted, and why not."""
+    from agentrl.config import apply_override
+    from agentrl.env.checks.validate import validate as play_oracles
+
+    kwargs: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(kwargs, setting)
+    seeds = None if whole else range(seed, seed + n)
+    changes = {"repeat": repeat, "task_s": task_s, "jobs": jobs}
+    given = {name: value for name, value in changes.items() if value is not None}
+    if out is not None:
+        if held_out:
+            given["held_out"] = held = dict[str, Any]()
+            for setting in held_out:
+                apply_override(held, setting)
+        _check_set(env, kwargs, seeds, out, drop, given, as_json=as_json)
+        return
+    if given or held_out:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *(["held_out"] if held_out else [])])
+        raise UsageError(f"{options}: only with --out FOLDER; leave it out to play the oracles alone")
+    validation = play_oracles(env, seeds=seeds, kwargs=kwargs)
+    dropped = None if drop is None else validation.drop(drop)
+    if as_json:
+        tables.print_json({"env": env, "right": not validation.faults, **asdict(validation)})
+    else:
+        _show_validation(validation, drop, dropped)
+    if validation.faults:
+        raise SystemExit(1)
+
+
+def _check_set(
+    env: str,
+    kwargs: dict[str, Any],
+    seeds: range | None,
+    out: Path,
+    drop: Path | None,
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    from agentrl.env.checks.tasks.check_set import SetPlan, check_set
+
+    plan = SetPlan(
+        env_id=env,
+        kwargs=kwargs,
+        seeds=seeds,
+        out=out,
+        skip=out / "tasks.skip" if drop is None else drop,
+        **{"jobs": os.cpu_count() or 1, **given},
+    )
+    verdicts = check_set(plan)
+    if as_json:
+        tables.print_json({"env": env, "right": verdicts.right, **asdict(verdicts)})
+    else:
+        _show_verdicts(verdicts)
+    if not verdicts.right:
+        raise SystemExit(1)
+
+
+def _show_verdicts(found: SetVerdict) -> None:
+    from agentrl.env.checks.tasks.verdicts import ORDER, REASONS
+
+    console = tables.console()
+    table = Table("verdict", "tasks", "reason", "tasks with it", "what it means")
+    for verdict in reversed(ORDER):
+        reasons = [reason for reason in found.by_reason if REASONS[reason][0] == verdict]
+        count = str(found.by_verdict.get(verdict, 0))
+        table.add_row(verdict, count, *("", "", "") if not reasons else _reason(found, reasons[0]))
+        for reason in reasons[1:]:
+            table.add_row("", "", *_reason(found, reason))
+    console.print(table)
+    for task in sorted(found.tasks, key=lambda task: ORDER.index(task.verdict)):
+        for finding in task.findings:
+            words = f"{task.verdict}: {task.task}: {finding.reason}: {' '.join(finding.evidence.split())}"
+            console.print(escape(words), soft_wrap=True)
+    for fault in found.bad:
+        console.print(escape(f"no task: {fault.task}: {fault.reason}"), soft_wrap=True)
+    if (flakes := found.flakes) is not None:
+        interval = f"{flakes.share:.1%}, 95% interval {flakes.low:.1%} to {flakes.high:.1%}"
+        console.print(f"repeated plays with another outcome: {flakes.count} of {flakes.n} ({interval})")
+    if (majority := found.majority) is not None:
+        words = f"the most frequent answer {found.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
+        interval = f"{majority.share:.1%}, 95% interval {majority.low:.1%} to {majority.high:.1%}"
+        ends = ": more than chance" if found.suspicious else ""
+        console.print(escape(f"{words} ({interval}; chance {found.chance:.1%}){ends}"), soft_wrap=True)
+    if found.skip is not None:
+        name = escape(str(found.skip))
+        console.print(f"leave these tasks out by the environment's argument skip = {name}, or by", soft_wrap=True)
+        wrong = [task.id for task in found.tasks if task.verdict not in ("ok", "unknown")]
+        listed = ", ".join(f'"{id}"' for id in wrong[:MOST_IDS])
+        more = f", and {len(wrong) - MOST_IDS} more ids of {name}" if wrong[MOST_IDS:] else ""
+        console.print(f"rollout.skip_tasks = [{listed}]{more}", markup=False, soft_wrap=True)
+
+
+def _reason(found: SetVerdict, reason: str) -> tuple[str, str, str]:
+    from agentrl.env.checks.tasks.verdicts import REASONS
+
+    return reason, str(found.by_reason[reason]), REASONS[reason][1]
+
+
+def _show_validation(found: Validation, drop: Path | None, dropped: int | None) -> None:
+    table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
+    for tally in found.tallies:
+        missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
+        turns = f"{tally.turns / tally.episodes:.1f}"
+        table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
+    console = tables.console()
+    if found.tallies:
+        console.print(table)
+    if found.tests:
+        console.print(f"test ids: {found.absent} of {found.tests} are not in the log of the gold patch")
+    for kind, faults in (("no task", found.bad), ("failed", found.failed), ("missed", found.missed)):
+        for fault in faults[:20]:
+            name = "" if fault.task in fault.reason else f"{fault.task}: "
+            console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)
+        if faults[20:]:
+            console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
+    if drop is not None:
+        name = escape(str(drop))
+        console.print(f"{dropped} tasks are in {name}: leave them out by --set skip={name}")

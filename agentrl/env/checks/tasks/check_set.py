@@ -1,0 +1,384 @@
+"""Checks each task of a set for real, some at the same time, and keeps each result, so that a second call goes on.
+
+    look at the task (oracles, findings of its kind) ─► play each oracle ─► `task_checks` ─► one line of results.jsonl
+
+Each task has a deadline. A result that says `unknown` is not kept for good: a second call plays the task again, as a
+machine that was busy may not be so any more. Words of a set are compared at each call, as that costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from agentrl.algos.pass_at_k import wilson
+from agentrl.env import as_async
+from agentrl.env.checks.oracles import HasOracles, HasTasks, Oracle, say
+from agentrl.env.checks.tasks import texts as words
+from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, failure_of, play
+from agentrl.env.checks.tasks.task_checks import CHECKS, NO_WORK, WRONG, TaskPlays, changed
+from agentrl.env.checks.tasks.verdicts import (
+    REASONS,
+    Finding,
+    HasCheats,
+    HasFindings,
+    HasTexts,
+    TaskText,
+    Verdict,
+    verdict_of,
+)
+from agentrl.env.checks.validate import TaskFault
+from agentrl.env.tasks import row_id, task_id
+from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Task
+from agentrl.registration import make
+
+_RESULTS: Final = "results.jsonl"
+_OTHERS: Final = 3  # answers of other tasks that are tried on a task
+_MARGIN: Final = 0.1  # above chance, from which on a frequent answer is named
+_LOOK: Final = Oracle("look", 0.0, say(""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetPlan:
+    """What to check: the tasks of the environment `env_id` with the arguments `kwargs`, by their `seeds` (None: each
+    task of the set once). `held_out` are the arguments that differ for the held-out tasks, None where there are none.
+
+    `repeat` is how often the solution, doing nothing, and whatever got an unexpected outcome are played. `task_s` are
+    the most seconds of one task, `jobs` how many are checked at once. `out` is the folder of the results."""
+
+    env_id: str
+    kwargs: Mapping[str, Json]
+    seeds: Sequence[int] | None
+    out: Path
+    skip: Path
+    held_out: Mapping[str, Json] | None = None
+    repeat: int = 3
+    task_s: float = 900.0
+    jobs: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskVerdict:
+    """A task's verdict with all findings. `id` names it in `rollout.skip_tasks`. `plays` has for each oracle whether it
+    won, play by play (None: no verdict). `grader_s` are the most seconds that a grading took."""
+
+    seed: int
+    task: str
+    id: str
+    verdict: Verdict
+    findings: Sequence[Finding]
+    plays: Mapping[str, Sequence[bool | None]]
+    grader_s: float
+    grader_deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A share of `n` with its 95% interval (Wilson)."""
+
+    count: int
+    n: int
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, count: int, n: int) -> Share | None:
+        if not n:
+            return None
+        low, high = wilson(count / n, n)
+        return cls(count=count, n=n, share=count / n, low=low, high=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetVerdict:
+    """The verdicts on a set. `bad` are parts that make no task. `flakes` is the share of repeated plays that came out
+    otherwise than most of their kind. `majority` is the share of tasks that the most frequent answer `majority_answer`
+    wins, `chance` what a random one would; it is `suspicious` if the whole interval is clearly above that."""
+
+    tasks: Sequence[TaskVerdict]
+    bad: Sequence[TaskFault]
+    flakes: Share | None
+    majority: Share | None = None
+    majority_answer: str = ""
+    chance: float = 0.0
+    by_verdict: Mapping[str, int] = field(default_factory=dict[str, int])
+    by_reason: Mapping[str, int] = field(default_factory=dict[str, int])
+    skip: Path | None = None
+
+    @property
+    def suspicious(self) -> bool:
+        return self.majority is not None and self.majority.low > self.chance + _MARGIN
+
+    @property
+    def right(self) -> bool:
+        return not self.bad and not self.suspicious and all(task.verdict == "ok" for task in self.tasks)
+
+
+def check_set(plan: SetPlan) -> SetVerdict:
+    """Check the tasks of a set that `plan.out` has no result of, and give the verdicts on all. Raises UnknownIdError,
+    UsageError where nothing can be checked."""
+    return trio.run(_SetCheck(plan).run)
+
+
+class _NothingOffered(UsageError):
+    """The environment has nothing to play. Every task would say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is known of a task before it is played."""
+
+    task: str
+    oracles: Sequence[Oracle]
+    findings: Sequence[Finding]
+    grader_deadline_s: float | None
+
+
+class _SetCheck:
+    """One call of `check_set`."""
+
+    def __init__(self, plan: SetPlan) -> None:
+        self._plan = plan
+        self._texts: Sequence[TaskText] = ()
+        self._majority, self._chance = "", 0.0
+        self._results: dict[int, dict[str, Any]] = {}
+        self._of_every_task: UsageError | None = None
+
+    async def run(self) -> SetVerdict:
+        plan = self._plan
+        count, bad, self._texts = await _set(self._new)
+        if plan.seeds is None and not count:
+            raise UsageError(f"{plan.env_id} says not how many tasks it has: give --n")
+        seeds = range(count) if plan.seeds is None else plan.seeds
+        self._majority, self._chance = words.most_frequent_answer(self._texts)
+        of_words = words.answer_in_prompt(self._texts)
+        if plan.held_out is not None:
+            for index, findings in (await self._held_out(plan.held_out)).items():
+                of_words.setdefault(index, []).extend(findings)
+        file = plan.out / _RESULTS
+        self._results = _kept(file, self._header())
+        slots = trio.CapacityLimiter(plan.jobs)
+        plan.out.mkdir(parents=True, exist_ok=True)
+        _write_lines(file, [self._header(), *self._results.values()])
+        async with trio.open_nursery() as nursery:
+            for seed in seeds:
+                if seed not in self._results:
+                    nursery.start_soon(self._check, seed, slots, file, nursery.cancel_scope)
+        if self._of_every_task is not None:
+            raise self._of_every_task
+        verdicts = [self._verdict(seed, of_words) for seed in seeds]
+        return self._summed(verdicts, bad)
+
+    def _new(self, **changes: Json) -> AsyncEnv:
+        return as_async(make(self._plan.env_id, **{**self._plan.kwargs, **changes}))
+
+    def _header(self) -> dict[str, Any]:
+        plan = self._plan
+        return {"env": plan.env_id, "kwargs": dict(plan.kwargs), "repeat": plan.repeat}
+
+    async def _held_out(self, changes: Mapping[str, Json]) -> dict[int, list[Finding]]:
+        _, _, held_out = await _set(partial(self._new, **changes))
+        if not self._texts or not held_out:
+            raise UsageError(f"{self._plan.env_id} offers no words of its tasks: leave out --held-out")
+        return words.in_held_out(self._texts, held_out)
+
+    async def _check(self, seed: int, slots: trio.CapacityLimiter, file: Path, scope: trio.CancelScope) -> None:
+        async with slots:
+            result: dict[str, Any] = {"seed": seed, "task": self._name(seed), "findings": []}
+            with trio.move_on_after(self._plan.task_s) as deadline:
+                try:
+                    result |= await self._result(seed)
+                except (UnknownIdError, _NothingOffered) as error:
+                    self._of_every_task = error
+                    scope.cancel()
+                    return
+            if deadline.cancelled_caught:
+                result["findings"] = [_plain(Finding("deadline", f"not done after {self._plan.task_s:g} s"))]
+        self._results[seed] = result
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"{json.dumps(result)}\n")
+
+    async def _result(self, seed: int) -> dict[str, Any]:
+        """Play all oracles of a task."""
+        try:
+            with boundary(EnvError, f"{self._plan.env_id}, seed {seed}: raised", place=True):
+                look = await self._look(seed)
+        except (UnknownIdError, _NothingOffered):
+            raise
+        except Exception as error:
+            return {"findings": [_plain(failure_of(error))]}
+        plays = {
+            oracle.name: await self._plays(seed, index, oracle, look.grader_deadline_s)
+            for index, oracle in enumerate(look.oracles)
+        }
+        task = TaskPlays(plays, look.grader_deadline_s)
+        findings = [*look.findings, *(finding for check in CHECKS for finding in check(task))]
+        result: dict[str, Any] = {
+            "task": look.task or self._name(seed),
+            "findings": [_plain(finding) for finding in findings],
+            "plays": {name: [each.won for each in of_one] for name, of_one in plays.items()},
+            "grader_s": round(task.grader_s, 3),
+            "grader_deadline_s": look.grader_deadline_s,
+        }
+        if self._majority:
+            frequent = Oracle("the most frequent answer", 0.0, say(self._majority))
+            played = await play(self._new, seed, frequent, 0, lambda _: [frequent], None)
+            result["majority"] = played.won
+        return result
+
+    async def _look(self, seed: int) -> _Look:
+        env = self._new()
+        try:
+            _, info = await env.areset(seed=seed)
+            offered = self._oracles(seed, env)
+            if not offered:
+                raise _NothingOffered(
+                    f"{self._plan.env_id} offers no oracles: write a method oracles() as "
+                    "agentrl.env.checks.oracles describes it"
+                )
+            task = str(info.get("task", ""))
+            if not isinstance(env, HasFindings):
+                return _Look(task, offered, (), None)
+            return _Look(task, offered, await env.task_findings(), env.grader_deadline_s)
+        finally:
+            await env.aclose()
+
+    async def _plays(self, seed: int, index: int, oracle: Oracle, deadline_s: float | None) -> list[Play]:
+        """Play an oracle again and again if its outcome matters most, or is not the expected one."""
+        plays: list[Play] = []
+        must_win = oracle.outcome >= 1.0
+        while len(plays) < self._plan.repeat:
+            plays.append(await play(self._new, seed, oracle, index, partial(self._oracles, seed), deadline_s))
+            is_expected = all(each.won is must_win for each in plays)
+            if is_expected and not must_win and oracle.name != NO_WORK[0]:
+                break
+        return plays
+
+    def _oracles(self, seed: int, env: AsyncEnv) -> list[Oracle]:
+        """All oracles of the task just reset: the environment's, its cheats, and those that its answer gives."""
+        offered = [*(env.oracles() if isinstance(env, HasOracles) else ())]
+        offered += env.cheats() if isinstance(env, HasCheats) else ()
+        if offered:
+            return [*offered, UNTOUCHED]
+        return _answers(self._texts, seed % len(self._texts)) if self._texts else []
+
+    def _text(self, seed: int) -> TaskText | None:
+        return self._texts[seed % len(self._texts)] if self._texts else None
+
+    def _name(self, seed: int) -> str:
+        text = self._text(seed)
+        return f"seed {seed}" if text is None else text.task
+
+    def _verdict(self, seed: int, of_words: Mapping[int, Sequence[Finding]]) -> TaskVerdict:
+        result, text = self._results[seed], self._text(seed)
+        findings = [Finding(**each) for each in result["findings"]]
+        findings += of_words.get(seed % len(self._texts), ()) if self._texts else ()
+        options = {} if text is None else text.options
+        kwargs = {name: value for name, value in self._plan.kwargs.items() if not options or name != "rows"}
+        task = Task(index=0, env=self._plan.env_id, seed=seed, kwargs=kwargs, options=options)
+        return TaskVerdict(
+            seed=seed,
+            task=result["task"],
+            id=row_id(task) if options else task_id(task),
+            verdict=verdict_of(findings),
+            findings=findings,
+            plays=result.get("plays", {}),
+            grader_s=result.get("grader_s", 0.0),
+            grader_deadline_s=result.get("grader_deadline_s"),
+        )
+
+    def _summed(self, tasks: Sequence[TaskVerdict], bad: Sequence[TaskFault]) -> SetVerdict:
+        counted = [changed(plays) for task in tasks for plays in task.plays.values() if len(plays) > 1]
+        majority = [won for task in tasks if (won := self._results[task.seed].get("majority")) is not None]
+        reasons = Counter(finding.reason for task in tasks for finding in task.findings)
+        by_verdict = Counter(task.verdict for task in tasks)
+        return SetVerdict(
+            tasks=tasks,
+            bad=bad,
+            flakes=Share.of(sum(odd for _, odd in counted), sum(n for n, _ in counted)),
+            majority=Share.of(sum(majority), len(majority)),
+            majority_answer=self._majority,
+            chance=self._chance,
+            by_verdict=dict(by_verdict),
+            by_reason={reason: reasons[reason] for reason in REASONS if reason in reasons},
+            skip=_write_skip(self._plan.skip, tasks),
+        )
+
+
+async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Sequence[TaskText]]:
+    """How many tasks a set has, the parts of it that make none, and its words."""
+    env = new()
+    try:
+        texts = env.task_texts() if isinstance(env, HasTexts) else ()
+        if not isinstance(env, HasTasks):
+            return 0, [], texts
+        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks], texts
+    finally:
+        await env.aclose()
+
+
+def _answers(texts: Sequence[TaskText], index: int) -> list[Oracle]:
+    """What is answered to a task that takes one text: the right answer, and what must not win."""
+    answer = texts[index].answer
+    others = words.other_answers(texts, index, _OTHERS)
+    oracles = [Oracle("gold", 1.0, say(answer))] if answer.strip() else []
+    oracles += [Oracle(NO_WORK[2], 0.0, say("")), Oracle("nonsense", 0.0, say("zqx zqx zqx"), cheats=True)]
+    oracles += [Oracle(f"{WRONG} {at}", 0.0, say(other), cheats=True) for at, other in enumerate(others, 1)]
+    if answer.strip() and len(others) == _OTHERS:
+        # Others stand at both ends, so a grader that reads the first or the last answer is not fooled.
+        several = "\n".join([others[0], answer, *others[1:]])
+        oracles.append(Oracle("several answers at once", 0.0, say(several), cheats=True))
+    return oracles
+
+
+def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The results of an earlier call, by seed, without those that are unknown. A line that was not written to its end
+    is none. Raises UsageError where they are of other settings."""
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    if not rows:
+        return {}
+    if rows[0] != dict(header):
+        raise UsageError(f"--out {file.parent}: its results are of other settings: {json.dumps(rows[0])}; name another")
+    results = {row["seed"]: row for row in rows[1:]}
+    return {
+        seed: row
+        for seed, row in results.items()
+        if verdict_of([Finding(**each) for each in row["findings"]]) != "unknown"
+    }
+
+
+def _write_skip(file: Path, tasks: Sequence[TaskVerdict]) -> Path | None:
+    """Write the tasks that were shown to be wrong; None if there are none. Those that are unknown are not left out: it
+    may have been this machine's doing."""
+    wrong = [task for task in tasks if task.verdict not in ("ok", "unknown")]
+    rows = [
+        {"task": task.task, "id": task.id, "reason": f"{task.verdict}: {task.findings[0].evidence}"} for task in wrong
+    ]
+    _write_lines(file, rows)
+    return file if rows else None
+
+
+def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    whole = file.with_suffix(".tmp")
+    whole.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    whole.replace(file)
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {"reason": finding.reason, "evidence": finding.evidence}

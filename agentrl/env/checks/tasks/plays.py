@@ -1,0 +1,96 @@
+"""Plays one scripted policy on one task, and says whether it won, or why nobody can tell.
+
+Owns what counts as won, and whose fault a play without a verdict is. Knows nothing of what must win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentrl.env.checks import oracles
+from agentrl.env.checks.oracles import Oracle, OracleResult, outcome_of, say
+from agentrl.env.checks.tasks.verdicts import Finding
+from agentrl.errors import ConfigError, EnvError, InfrastructureError, UnknownIdError, boundary
+from agentrl.protocols import AsyncEnv
+from agentrl.records import StopReason
+
+UNTOUCHED: Final = Oracle("untouched", 0.0, say(""))
+"""No action at all: the driver ends the episode, and the environment judges the task as it stood."""
+
+EVIDENCE: Final = 600  # characters of an evidence
+_KILLS: Final = frozenset({137, 143, -9, -15})  # exit codes after SIGKILL and SIGTERM, which no test sends itself
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """An oracle's episode. `failure` says why it has no verdict; then it may have no result either."""
+
+    oracle: Oracle
+    result: OracleResult | None = None
+    failure: Finding | None = None
+
+    @property
+    def won(self) -> bool | None:
+        """Whether the environment calls it a success, or an outcome of 1 where it says nothing; None: no verdict."""
+        if self.result is None or self.failure is not None:
+            return None
+        success = self.result.info.get("success")
+        return success if isinstance(success, bool) else (self.result.got or 0.0) >= 1.0
+
+
+async def play(
+    make: Callable[[], AsyncEnv],
+    seed: int,
+    oracle: Oracle,
+    index: int,
+    oracles_of: Callable[[AsyncEnv], Sequence[Oracle]],
+    deadline_s: float | None,
+) -> Play:
+    """Play an oracle in an environment of its own, whose oracles have it at `index`. Raises UnknownIdError, as every
+    task would."""
+    env: AsyncEnv | None = None
+    try:
+        with boundary(EnvError, f"seed {seed}, oracle {oracle.name}: raised", place=True):
+            env = make()
+            messages, info = await env.areset(seed=seed)
+            if oracle is UNTOUCHED:
+                info = await env.aend(StopReason.TURN_LIMIT)
+                result = OracleResult(oracle.name, 0.0, outcome_of(info), 0, info=dict(info))
+            else:
+                result = await oracles.play(env, oracles_of(env)[index], messages, str(info.get("task", "")))
+    except UnknownIdError:
+        raise
+    except Exception as error:
+        return Play(oracle, failure=failure_of(error))
+    finally:
+        if env is not None:
+            await env.aclose()
+    return Play(oracle, result, not_judged(result, deadline_s) if oracle.outcome >= 1.0 else None)
+
+
+def failure_of(error: Exception) -> Finding:
+    """Whose fault an exception is. Only a value that the task itself gives is the task's."""
+    if isinstance(error, ConfigError):
+        reason = "cannot-be-played"
+    elif isinstance(error, InfrastructureError) and not isinstance(error, EnvError):
+        reason = "infrastructure"
+    else:
+        reason = "raised"
+    return Finding(reason, str(error)[:EVIDENCE])
+
+
+def not_judged(result: OracleResult, deadline_s: float | None) -> Finding | None:
+    """Why the grader of an honest solution came to no verdict, None where it did. Its outcome is then a 0 that says
+    nothing about the task."""
+    info = result.info
+    took = f"{result.last_step_s:.1f} s"
+    if info.get("scores_late"):
+        return Finding("grader-late", f"its reward functions had not judged after {took}")
+    if "not_graded" in info:
+        is_late = deadline_s is not None and result.last_step_s >= deadline_s
+        return Finding("grader-late" if is_late else "not-graded", f"{info['not_graded']} ({took})"[:EVIDENCE])
+    if info.get("grader_exit") in _KILLS and not result.got:
+        return Finding("grader-killed", f"the grader ended with exit code {info['grader_exit']} after {took}")
+    return None

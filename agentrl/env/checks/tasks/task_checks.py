@@ -1,0 +1,120 @@
+"""The checks of one task: each reads what its oracles' plays came to, and yields findings. `CHECKS` is the table.
+
+A new check is a function and a line in the table. Knows nothing of how plays are made, kept or shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentrl.env.checks.tasks.plays import EVIDENCE, Play
+from agentrl.env.checks.tasks.verdicts import Finding
+from agentrl.env.checks.validate import reasons_of
+
+NO_WORK: Final = ("no-op", "untouched", "empty answer")
+"""Oracles that do no work. What others that must lose try is an attack, or a wrong answer."""
+WRONG: Final = "wrong answer"
+"""How the names of those oracles begin that give another task's answer."""
+_SLOW: Final = 0.5  # of a grader's deadline
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPlays:
+    """All plays of a task by the name of their oracle, and the deadline of its grader, if it has one."""
+
+    plays: Mapping[str, Sequence[Play]]
+    grader_deadline_s: float | None = None
+
+    def that_must(self, win: bool) -> Iterator[tuple[str, Sequence[Play]]]:
+        """The oracles that must win, or must not, with those of their plays that have a verdict."""
+        for name, plays in self.plays.items():
+            judged = [play for play in plays if play.won is not None]
+            if judged and (judged[0].oracle.outcome >= 1.0) == win:
+                yield name, judged
+
+    @property
+    def grader_s(self) -> float:
+        """The most seconds that a grading took."""
+        results = [play.result for plays in self.plays.values() for play in plays]
+        return max((result.last_step_s for result in results if result is not None), default=0.0)
+
+
+def outcome_stays(task: TaskPlays) -> Iterator[Finding]:
+    """The same actions get the same outcome each time."""
+    for win in (True, False):
+        for name, plays in task.that_must(win):
+            outcomes = [play.result.got for play in plays if play.result is not None]
+            if len(set(outcomes)) > 1:
+                yield Finding("outcome-changes", f"{name} got {', '.join(map(_shown, outcomes))}")
+
+
+def gold_wins(task: TaskPlays) -> Iterator[Finding]:
+    """The known solution wins."""
+    if not any(plays[0].oracle.outcome >= 1.0 for plays in task.plays.values()):
+        yield Finding("no-gold", "the environment knows no solution of this task")
+    for name, plays in task.that_must(win=True):
+        if not any(play.won for play in plays) and (result := plays[0].result) is not None:
+            why = [f"{name} got {_shown(result.got)} in {len(plays)} of {len(plays)} plays", *reasons_of(result)]
+            yield Finding("gold-loses", "; ".join(why)[:EVIDENCE])
+
+
+def others_lose(task: TaskPlays) -> Iterator[Finding]:
+    """Nothing that is no solution wins. Of other tasks' answers one alone may be the right one in other words."""
+    wrong: list[bool] = []
+    for name, plays in task.that_must(win=False):
+        won = all(play.won for play in plays)
+        if name.startswith(WRONG):
+            wrong.append(won)
+        elif won:
+            yield Finding("no-work-wins" if name in NO_WORK else "cheat-wins", f"{name} wins")
+    if wrong and all(wrong):
+        yield Finding("cheat-wins", f"{len(wrong)} of {len(wrong)} answers of other tasks win")
+
+
+def tests_need_the_change(task: TaskPlays) -> Iterator[Finding]:
+    """The tests that a solution should mend fail without it."""
+    for play in task.plays.get("no-op", ()):
+        tests = play.result.info.get("mended_tests") if play.result is not None else None
+        if isinstance(tests, list) and tests:
+            yield Finding("some-tests-vacuous", f"without a change pass {', '.join(map(str, tests))}"[:EVIDENCE])
+            return
+
+
+def grader_is_in_time(task: TaskPlays) -> Iterator[Finding]:
+    """The grader is far from its deadline."""
+    deadline_s = task.grader_deadline_s
+    if deadline_s is not None and task.grader_s > _SLOW * deadline_s:
+        yield Finding("grader-slow", f"{task.grader_s:.1f} s of {deadline_s:g} s")
+
+
+def plays_end(task: TaskPlays) -> Iterator[Finding]:
+    """Each play comes to a verdict; where most plays of an oracle do, a single one that did not says nothing."""
+    seen: set[str] = set()
+    for plays in task.plays.values():
+        failures = [play.failure for play in plays if play.failure is not None]
+        if 2 * len(failures) > len(plays) and failures[0].reason not in seen:
+            seen.add(failures[0].reason)
+            yield failures[0]
+
+
+CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
+    outcome_stays,
+    gold_wins,
+    others_lose,
+    tests_need_the_change,
+    grader_is_in_time,
+    plays_end,
+)
+
+
+def changed(plays: Sequence[bool | None]) -> tuple[int, int]:
+    """How many plays have a verdict, and how many of these have another one than most."""
+    judged = [won for won in plays if won is not None]
+    return len(judged), len(judged) - max(Counter(judged).values(), default=0)
+
+
+def _shown(outcome: float | None) -> str:
+    return "no outcome" if outcome is None else f"{outcome:g}"

@@ -1,0 +1,171 @@
+"""What `agentrl validate --out` asks of a coding task beside its oracles: cheap attacks, and secrets left in its box.
+
+Owns which attacks are tried and where a box is searched. `agentrl.env.checks.tasks` plays and judges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from agentrl.env.checks.tasks import leaks as texts
+from agentrl.env.checks.tasks.verdicts import Finding
+from agentrl.protocols import Sandbox
+from agentrl_environments.swe.task import Act, CodingTask, Secret
+
+_SEARCH_S: Final = 60.0
+_CANDIDATES: Final = 20  # files with a line of a secret that are read whole
+_FILE: Final = 1 << 18  # bytes of one of them
+_HISTORIES: Final = 4
+_HISTORY: Final = 4 << 20  # bytes of a history's diffs: more than a box prints by default would be cut as a whole
+_FOLDERS: Final = (".", "/solution", "/tests", "/logs", "/root", "/home")  # where images keep what was forgotten
+
+_CONFTEST: Final = """\
+import pytest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if hasattr(item, "runtest"):
+            item.runtest = lambda: None
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    report.outcome = "passed"
+"""
+_EXIT: Final = "import os\nos._exit(0)\n"
+_PRINTS: Final = r"""
+import os, re, sys
+lines, sources = [], []
+for folder, folders, names in os.walk("."):
+    folders[:] = [name for name in folders if not name.startswith(".")]
+    for name in names:
+        path = os.path.relpath(os.path.join(folder, name))
+        if not name.endswith(".py"):
+            continue
+        if not re.search(r"(^|/)(tests?/|test_|conftest)", path):
+            sources.append(path)
+            continue
+        case, module = "", path[:-3].replace("/", ".")
+        for line in open(path, errors="replace"):
+            if found := re.match(r"class (\w+)", line):
+                case = found[1]
+            if found := re.match(r"(\s*)def (test\w*)", line):
+                owner = [case] if found[1] and case else []
+                lines.append("PASSED " + "::".join([path, *owner, found[2]]))
+                lines += [f"{found[2]} ({'.'.join([name, *owner, found[2]])}) ... ok" for name in (module, name[:-3])]
+head = f"import os as _os\n_os.write(1, {chr(10).join(lines + ['OK', ''])!r}.encode())\n_os._exit(0)\n"
+for path in sources:
+    text = open(path, errors="replace").read()
+    open(path, "w").write(head + text)
+"""
+
+
+def panel(task: CodingTask) -> dict[str, Sequence[Act]]:
+    """Attacks by name that need no knowledge of the task. A solution whose files are emptied is no solution either."""
+    attacks: dict[str, Sequence[Act]] = {
+        "empty the tests": (Act.shell("find . -name '*test*' -type f -exec sh -c ': > \"$1\"' _ {} \\;"),),
+        "pass by conftest.py": (Act.shell(_written(_CONFTEST, "conftest.py", "tests/conftest.py")),),
+        "exit by sitecustomize.py": (Act.shell(_written(_EXIT, "sitecustomize.py", "usercustomize.py")),),
+        "print the verdicts": (Act.shell(f"python3 - <<'END_OF_IT'\n{_PRINTS}\nEND_OF_IT"),),
+        "leave rewards": (
+            Act.shell(
+                "for at in . logs logs/verifier; do mkdir -p $at; echo 1 > $at/reward.txt; "
+                "echo '{\"reward\": 1}' > $at/reward.json; done"
+            ),
+        ),
+    }
+    if task.gold:
+        emptied = "find . -newer .began -type f ! -path './.harbor/*' -exec sh -c ': > \"$1\"' _ {} \\;; rm .began"
+        attacks["empty answer"] = (Act.shell("touch .began; sleep 0.02"), *task.gold, Act.shell(emptied))
+    return attacks
+
+
+async def leaks(box: Sandbox, task: CodingTask) -> list[Finding]:
+    """Where the agent could read a secret of the task: in its prompt, its files or a git history. Raises
+    SandboxError."""
+    found = [finding for secret in task.secrets for finding in _in_prompt(secret, task.instruction)]
+    places = [*_FOLDERS, *([task.tree.in_image] if task.tree.in_image else [])]
+    for secret in task.secrets:
+        found += await _in_files(box, secret, places)
+    found += await _in_histories(box, task.secrets, places)
+    return list({finding.reason: finding for finding in reversed(found)}.values())[::-1]
+
+
+def _written(text: str, *paths: str) -> str:
+    files = " ".join(paths)
+    return f"mkdir -p tests; for at in {files}; do cat > $at <<'END_OF_IT'\n{text}\nEND_OF_IT\ndone"
+
+
+def _in_prompt(secret: Secret, prompt: str) -> Iterator[Finding]:
+    reason = "answer-in-prompt" if secret.kind == "solution" else "tests-readable"
+    if _stands(secret, prompt, in_prompt=True):
+        yield Finding(reason, f"the prompt holds the {secret.kind}{_name(secret)}")
+
+
+async def _in_files(box: Sandbox, secret: Secret, places: Sequence[str]) -> list[Finding]:
+    """Files with the longest line of a secret are read whole, and are told apart from honest ones by all of it."""
+    lines = [line for block in _blocks(secret) for line in block]
+    names = texts.new_tests(secret.diff) if secret.kind == "tests" else []
+    patterns = [pattern for pattern in (max(lines, key=len, default=""), max(names, key=len, default="")) if pattern]
+    if not patterns:
+        return []
+    script = 'for at; do [ -d "$at" ] && grep -rlsF "$PATTERN" "$at"; done; true'
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        listed = await box.exec(["sh", "-c", script, "sh", *places], env={"PATTERN": pattern}, timeout_s=_SEARCH_S)
+        if listed.timed_out or listed.truncated:
+            return [Finding("not-searched", f"the box has too many files to search {', '.join(places)}")]
+        files |= dict.fromkeys(listed.stdout.decode(errors="replace").splitlines()[:_CANDIDATES])
+    own = set(re.findall(r"^(?:---|\+\+\+) (?:[ab]/)?(\S+)", secret.diff, re.MULTILINE))
+    for path in files:
+        result = await box.exec(["head", "-c", str(_FILE), "--", path], timeout_s=_SEARCH_S)
+        text = result.stdout.decode(errors="replace")
+        # The file that a solution changes may hold the lines elsewhere: a change that moves them adds nothing new.
+        is_own = path.removeprefix("./") in own
+        if (not is_own and _stands(secret, text)) or (not is_own and names and texts.names_stand_in(text, names)):
+            return [Finding(f"{secret.kind}-readable", f"{path} holds the {secret.kind}{_name(secret)}")]
+    return []
+
+
+async def _in_histories(box: Sandbox, secrets: Sequence[Secret], places: Sequence[str]) -> list[Finding]:
+    """A repository is a folder with `objects` and `HEAD`, whatever its own name is."""
+    script = 'find "$@" -type d -name objects -prune 2>/dev/null | while read -r at; do d="${at%/*}"; '
+    script += '[ -f "$d/HEAD" ] && echo "$d"; done; true'
+    listed = await box.exec(["sh", "-c", script, "sh", *places], timeout_s=_SEARCH_S)
+    if listed.timed_out:
+        return [Finding("not-searched", f"the box has too many files to search {', '.join(places)} for a history")]
+    for folder in listed.stdout.decode(errors="replace").splitlines()[:_HISTORIES]:
+        command = f'git --git-dir="$0" log --all -p --no-color --no-ext-diff --no-textconv | head -c {_HISTORY}'
+        git = await box.exec(
+            ["sh", "-c", f"command -v git >/dev/null || exit 127; {command}", folder], timeout_s=_SEARCH_S
+        )
+        if git.exit_code == 127 or git.timed_out or git.truncated:
+            return [Finding("not-searched", f"the git history in {folder} could not be read in the box")]
+        log = git.stdout.decode(errors="replace")
+        plain = "\n".join(line[1:] for line in log.splitlines() if line.startswith("+"))
+        for secret in secrets:
+            if secret.kind == "solution" and (_stands(secret, log) or _stands(secret, plain)):
+                return [Finding("solution-in-history", f"the git history in {folder} holds the solution")]
+    return []
+
+
+def _stands(secret: Secret, text: str, *, in_prompt: bool = False) -> bool:
+    if secret.diff and texts.diff_stands_in(text, secret.diff):
+        return True
+    return texts.stands_in(text, _blocks(secret), in_prompt=in_prompt)
+
+
+def _blocks(secret: Secret) -> list[list[str]]:
+    if secret.file is None:
+        return texts.blocks_of(secret.diff)
+    try:
+        return texts.lines_of(secret.file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):  # a picture or a table of the tests: no text to look for
+        return []
+
+
+def _name(secret: Secret) -> str:
+    return "" if secret.file is None else f" ({Path(secret.file).name})"
