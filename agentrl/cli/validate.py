@@ -17,7 +17,7 @@ from agentrl.cli.strict import Strict
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
-    from agentrl.env.checks.tasks.check_set import SetVerdict
+    from agentrl.env.checks.tasks.check_set import SetPlan, SetVerdict
     from agentrl.env.checks.validate import Validation
 
 _OUT: Final = "With --out: "
@@ -46,25 +46,29 @@ def validate(
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must.
     With --out FOLDER, say of each task whether its reward can be trusted, and why not."""
-    from agentrl.config import apply_override
     from agentrl.env.checks.validate import validate as play_oracles
 
-    kwargs: dict[str, Any] = {}
-    for setting in settings or []:
-        apply_override(kwargs, setting)
+    kwargs = _arguments(settings or [])
     seeds = None if whole else range(seed, seed + n)
-    changes = {"repeat": repeat, "task_s": task_s, "jobs": jobs}
-    given = {name: value for name, value in changes.items() if value is not None}
+    given = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
     if out is not None:
-        if held_out:
-            given["held_out"] = held = dict[str, Any]()
-            for setting in held_out:
-                apply_override(held, setting)
-        _check_set(env, kwargs, seeds, out, drop, given, as_json=as_json)
+        from agentrl.env.checks.tasks.check_set import SetPlan
+
+        plan = SetPlan(
+            env_id=env,
+            kwargs=kwargs,
+            seeds=seeds,
+            out=out,
+            skip=drop or out / "tasks.skip",
+            held_out=_arguments(held_out) if held_out else None,
+            repeat=repeat or 3,
+            task_s=task_s or 900.0,
+            jobs=jobs or os.cpu_count() or 1,
+        )
+        _check_set(plan, as_json=as_json)
         return
-    if given or held_out:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *(["held_out"] if held_out else [])])
-        raise UsageError(f"{options}: only with --out FOLDER; leave it out to play the oracles alone")
+    if options := [name for name, value in given.items() if value]:
+        raise UsageError(f"{', '.join(options)}: only with --out FOLDER; leave it out to play the oracles alone")
     validation = play_oracles(env, seeds=seeds, kwargs=kwargs)
     dropped = None if drop is None else validation.drop(drop)
     if as_json:
@@ -75,29 +79,21 @@ def validate(
         raise SystemExit(1)
 
 
-def _check_set(
-    env: str,
-    kwargs: dict[str, Any],
-    seeds: range | None,
-    out: Path,
-    drop: Path | None,
-    given: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
-    from agentrl.env.checks.tasks.check_set import SetPlan, check_set
+def _arguments(settings: list[str]) -> dict[str, Any]:
+    from agentrl.config import apply_override
 
-    plan = SetPlan(
-        env_id=env,
-        kwargs=kwargs,
-        seeds=seeds,
-        out=out,
-        skip=out / "tasks.skip" if drop is None else drop,
-        **{"jobs": os.cpu_count() or 1, **given},
-    )
+    kwargs: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(kwargs, setting)
+    return kwargs
+
+
+def _check_set(plan: SetPlan, *, as_json: bool) -> None:
+    from agentrl.env.checks.tasks.check_set import check_set
+
     verdicts = check_set(plan)
     if as_json:
-        tables.print_json({"env": env, "right": verdicts.right, **asdict(verdicts)})
+        tables.print_json({"env": plan.env_id, "right": verdicts.right, **asdict(verdicts)})
     else:
         _show_verdicts(verdicts)
     if not verdicts.right:

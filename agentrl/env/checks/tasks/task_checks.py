@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from agentrl.env.checks.tasks.plays import EVIDENCE, Play
 from agentrl.env.checks.tasks.verdicts import Finding
 from agentrl.env.checks.validate import reasons_of
+from agentrl.records import Json
 
 NO_WORK: Final = ("no-op", "untouched", "empty answer")
 """Oracles that do no work. What others that must lose try is an attack, or a wrong answer."""
@@ -79,7 +80,10 @@ def tests_need_the_change(task: TaskPlays) -> Iterator[Finding]:
     for play in task.plays.get("no-op", ()):
         tests = play.result.info.get("mended_tests") if play.result is not None else None
         if isinstance(tests, list) and tests:
-            yield Finding("some-tests-vacuous", f"without a change pass {', '.join(map(str, tests))}"[:EVIDENCE])
+            yield Finding(
+                "some-tests-vacuous",
+                f"without a change pass {', '.join(map(str, cast('list[Json]', tests)))}"[:EVIDENCE],
+            )
             return
 
 

@@ -69,7 +69,7 @@ def answer_in_prompt(texts: Sequence[TaskText]) -> dict[int, list[Finding]]:
         for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
         if len(answer) >= _LONG and f" {answer} " in prompt
     }
-    giving = announced | (held if len(held) <= max(1.0, _USUAL * len(texts)) else set())
+    giving = announced | held if len(held) <= max(1.0, _USUAL * len(texts)) else announced
     return {
         index: [Finding("answer-in-prompt", f"the prompt has the answer {texts[index].answer.strip()[:80]!r}")]
         for index in sorted(giving)

@@ -59,7 +59,8 @@ class Finding:
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
     """The verdict on a task with these findings."""
-    return min((finding.verdict for finding in findings), key=ORDER.index, default="ok")
+    seen = {finding.verdict for finding in findings}
+    return next((verdict for verdict in ORDER[:-1] if verdict in seen), ORDER[-1])
 
 
 @dataclass(frozen=True, slots=True)
