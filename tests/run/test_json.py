@@ -106,6 +106,7 @@ LINES: dict[str, str] = {
     "compare --plan": "compare --plan 100 --json",
     "retrain": "retrain {run} --step 1 --json",
     "validate": "validate agentrl/Calculator-v0 --n 2 --json",
+    "validate --out": "validate agentrl/Calculator-v0 --n 2 --out {run}/verdicts --json",
     "list": "list algorithms --json",
     "show": "show agentrl/Calculator-v0 --json",
     "keys": "keys env.id --json",

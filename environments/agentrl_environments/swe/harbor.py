@@ -25,7 +25,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from agentrl import notices
 from agentrl.env import Grade
@@ -272,10 +272,7 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
         env=variables["environment"],
         limits=_limits(folder, environment),
         tool_seconds=_positive(folder, "agent.timeout_sec", _table(settings, "agent").get("timeout_sec")),
-        secrets=[
-            *(Secret(kind="tests", file=path) for path in sorted((folder / "tests").rglob("*")) if path.is_file()),
-            *([Secret(kind="solution", file=solution)] if solve else []),
-        ],
+        secrets=_secrets(folder, workdir),
         gold=(Act.shell(solve),) if solve else (),
         cheats=cheats,
     )
@@ -290,6 +287,19 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
         for key in _not_honoured(settings):
             ignored.setdefault(key, []).append(folder.name)
     return task
+
+
+def _secrets(folder: Path, workdir: str) -> list[Secret]:
+    def in_prompt(text: str) -> str:
+        return moved(text, workdir)
+
+    kinds: tuple[Literal["solution", "tests"], ...] = ("solution", "tests")
+    return [
+        Secret(kind=kind, file=path, in_prompt=in_prompt)
+        for kind in kinds
+        for path in sorted((folder / kind).rglob("*"))
+        if path.is_file()
+    ]
 
 
 def _must_be_one_box(folder: Path) -> None:

@@ -47,11 +47,13 @@ class CodingTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """The solution of a task or its hidden tests: a diff, or a file of the host."""
+    """The solution of a task or its hidden tests: a diff, or a file of the host. `in_prompt` writes a text of it as the
+    task's prompt would, which may name other folders."""
 
     kind: Literal["solution", "tests"]
     diff: str = ""
     file: Path | None = None
+    in_prompt: Callable[[str], str] = str
 
 
 @dataclass(frozen=True, slots=True)

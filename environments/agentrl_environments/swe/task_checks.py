@@ -1,4 +1,4 @@
-"""What `agentrl validate --out` asks of a coding task beside its oracles: cheap attacks, and secrets left in its box.
+"""Checks of a coding task for `agentrl validate --out`, beside its oracles: cheap attacks, and secrets left in its box.
 
 Owns which attacks are tried and where a box is searched. `agentrl.env.checks.tasks` plays and judges.
 """
@@ -101,12 +101,13 @@ def _written(text: str, *paths: str) -> str:
 
 def _in_prompt(secret: Secret, prompt: str) -> Iterator[Finding]:
     reason = "answer-in-prompt" if secret.kind == "solution" else "tests-readable"
-    if _stands(secret, prompt, in_prompt=True):
+    blocks = [[secret.in_prompt(line) for line in block] for block in _blocks(secret)]
+    if texts.stands_in(prompt, blocks, in_prompt=True) or (secret.diff and texts.diff_stands_in(prompt, secret.diff)):
         yield Finding(reason, f"the prompt holds the {secret.kind}{_name(secret)}")
 
 
 async def _in_files(box: Sandbox, secret: Secret, places: Sequence[str]) -> list[Finding]:
-    """Files with the longest line of a secret are read whole, and are told apart from honest ones by all of it."""
+    """Files with the longest line of a secret are read whole: a file leaks only if it has all of it."""
     lines = [line for block in _blocks(secret) for line in block]
     names = texts.new_tests(secret.diff) if secret.kind == "tests" else []
     patterns = [pattern for pattern in (max(lines, key=len, default=""), max(names, key=len, default="")) if pattern]
@@ -125,7 +126,7 @@ async def _in_files(box: Sandbox, secret: Secret, places: Sequence[str]) -> list
         text = result.stdout.decode(errors="replace")
         # The file that a solution changes may hold the lines elsewhere: a change that moves them adds nothing new.
         is_own = path.removeprefix("./") in own
-        if (not is_own and _stands(secret, text)) or (not is_own and names and texts.names_stand_in(text, names)):
+        if not is_own and (_stands(secret, text) or texts.names_stand_in(text, names)):
             return [Finding(f"{secret.kind}-readable", f"{path} holds the {secret.kind}{_name(secret)}")]
     return []
 
@@ -152,10 +153,8 @@ async def _in_histories(box: Sandbox, secrets: Sequence[Secret], places: Sequenc
     return []
 
 
-def _stands(secret: Secret, text: str, *, in_prompt: bool = False) -> bool:
-    if secret.diff and texts.diff_stands_in(text, secret.diff):
-        return True
-    return texts.stands_in(text, _blocks(secret), in_prompt=in_prompt)
+def _stands(secret: Secret, text: str) -> bool:
+    return texts.stands_in(text, _blocks(secret)) or (bool(secret.diff) and texts.diff_stands_in(text, secret.diff))
 
 
 def _blocks(secret: Secret) -> list[list[str]]:

@@ -44,7 +44,7 @@ class TaskPlays:
 
 
 def outcome_stays(task: TaskPlays) -> Iterator[Finding]:
-    """The same actions get the same outcome each time."""
+    """An oracle gets the same outcome each time."""
     for win in (True, False):
         for name, plays in task.that_must(win):
             outcomes = [play.result.got for play in plays if play.result is not None]
@@ -64,19 +64,20 @@ def gold_wins(task: TaskPlays) -> Iterator[Finding]:
 
 def others_lose(task: TaskPlays) -> Iterator[Finding]:
     """Nothing that is no solution wins. Of other tasks' answers one alone may be the right one in other words."""
-    wrong: list[bool] = []
-    for name, plays in task.that_must(win=False):
-        won = all(play.won for play in plays)
-        if name.startswith(WRONG):
-            wrong.append(won)
-        elif won:
-            yield Finding("no-work-wins" if name in NO_WORK else "cheat-wins", f"{name} wins")
-    if wrong and all(wrong):
-        yield Finding("cheat-wins", f"{len(wrong)} of {len(wrong)} answers of other tasks win")
+    winners = [name for name, plays in task.that_must(win=False) if all(play.won for play in plays)]
+    wrong = [name for name in task.plays if name.startswith(WRONG)]
+    if not set(wrong) <= set(winners):
+        winners = [name for name in winners if name not in wrong]
+    for reason, names in (
+        ("no-work-wins", [name for name in winners if name in NO_WORK]),
+        ("cheat-wins", [name for name in winners if name not in NO_WORK]),
+    ):
+        if names:
+            yield Finding(reason, f"wins: {', '.join(names)}")
 
 
 def tests_need_the_change(task: TaskPlays) -> Iterator[Finding]:
-    """The tests that a solution should mend fail without it."""
+    """The tests that a solution should fix fail without it."""
     for play in task.plays.get("no-op", ()):
         tests = play.result.info.get("mended_tests") if play.result is not None else None
         if isinstance(tests, list) and tests:

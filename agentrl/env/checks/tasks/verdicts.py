@@ -40,7 +40,7 @@ REASONS: Final[Mapping[str, tuple[Verdict, str]]] = {
     "raised": ("unknown", "code of the environment raised an exception"),
     "deadline": ("unknown", "the checks of the task took longer than --task-s"),
     "not-searched": ("unknown", "files or a git history of the box could not be searched for the solution"),
-    "some-tests-vacuous": ("ok", "some of the tests that the solution should mend pass without it"),
+    "some-tests-vacuous": ("ok", "some of the tests that need the solution pass without it"),
     "grader-slow": ("ok", "the grader needs more than half of its deadline"),
 }
 
@@ -59,8 +59,11 @@ class Finding:
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
     """The verdict on a task with these findings."""
-    seen = {finding.verdict for finding in findings}
-    return next((verdict for verdict in ORDER[:-1] if verdict in seen), ORDER[-1])
+    seen: list[Verdict] = [finding.verdict for finding in findings]
+    for verdict in ORDER:
+        if verdict in seen:
+            return verdict
+    return "ok"
 
 
 @dataclass(frozen=True, slots=True)
