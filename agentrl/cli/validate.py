@@ -50,7 +50,7 @@ def validate(
 
     kwargs = _arguments(settings or [])
     seeds = None if whole else range(seed, seed + n)
-    given = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
+    only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
     if out is not None:
         from agentrl.env.checks.tasks.check_set import SetPlan
 
@@ -67,7 +67,7 @@ def validate(
         )
         _check_set(plan, as_json=as_json)
         return
-    if options := [name for name, value in given.items() if value]:
+    if options := [name for name, value in only_with_out.items() if value]:
         raise UsageError(f"{', '.join(options)}: only with --out FOLDER; leave it out to play the oracles alone")
     validation = play_oracles(env, seeds=seeds, kwargs=kwargs)
     dropped = None if drop is None else validation.drop(drop)
@@ -100,59 +100,59 @@ def _check_set(plan: SetPlan, *, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _show_verdicts(found: SetVerdict) -> None:
+def _show_verdicts(checked: SetVerdict) -> None:
     from agentrl.env.checks.tasks.verdicts import ORDER, REASONS
 
     console = tables.console()
     table = Table("verdict", "tasks", "reason", "tasks with it", "what it means")
     for verdict in reversed(ORDER):
-        reasons = [reason for reason in found.by_reason if REASONS[reason][0] == verdict]
-        count = str(found.by_verdict.get(verdict, 0))
-        table.add_row(verdict, count, *("", "", "") if not reasons else _reason(found, reasons[0]))
+        reasons = [reason for reason in checked.by_reason if REASONS[reason][0] == verdict]
+        count = str(checked.by_verdict.get(verdict, 0))
+        table.add_row(verdict, count, *("", "", "") if not reasons else _reason(checked, reasons[0]))
         for reason in reasons[1:]:
-            table.add_row("", "", *_reason(found, reason))
+            table.add_row("", "", *_reason(checked, reason))
     console.print(table)
-    for task in sorted(found.tasks, key=lambda task: ORDER.index(task.verdict)):
+    for task in sorted(checked.tasks, key=lambda task: ORDER.index(task.verdict)):
         for finding in task.findings:
             words = f"{task.verdict}: {task.task}: {finding.reason}: {' '.join(finding.evidence.split())}"
             console.print(escape(words), soft_wrap=True)
-    for fault in found.bad:
+    for fault in checked.bad:
         console.print(escape(f"no task: {fault.task}: {fault.reason}"), soft_wrap=True)
-    if (flakes := found.flakes) is not None:
+    if (flakes := checked.flakes) is not None:
         interval = f"{flakes.share:.1%}, 95% interval {flakes.low:.1%} to {flakes.high:.1%}"
         console.print(f"repeated plays with another outcome: {flakes.count} of {flakes.n} ({interval})")
-    if (majority := found.majority) is not None:
-        words = f"the most frequent answer {found.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
+    if (majority := checked.majority) is not None:
+        words = f"the most frequent answer {checked.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
         interval = f"{majority.share:.1%}, 95% interval {majority.low:.1%} to {majority.high:.1%}"
-        ends = ": more than chance" if found.suspicious else ""
-        console.print(escape(f"{words} ({interval}; chance {found.chance:.1%}){ends}"), soft_wrap=True)
-    if found.skip is not None:
-        name = escape(str(found.skip))
+        ends = ": more than chance" if checked.suspicious else ""
+        console.print(escape(f"{words} ({interval}; chance {checked.chance:.1%}){ends}"), soft_wrap=True)
+    if checked.skip is not None:
+        name = escape(str(checked.skip))
         console.print(f"leave these tasks out by the environment's argument skip = {name}, or by", soft_wrap=True)
-        wrong = [task.id for task in found.tasks if task.verdict not in ("ok", "unknown")]
+        wrong = [task.id for task in checked.tasks if task.verdict not in ("ok", "unknown")]
         listed = ", ".join(f'"{id}"' for id in wrong[:MOST_IDS])
         more = f", and {len(wrong) - MOST_IDS} more ids of {name}" if wrong[MOST_IDS:] else ""
         console.print(f"rollout.skip_tasks = [{listed}]{more}", markup=False, soft_wrap=True)
 
 
-def _reason(found: SetVerdict, reason: str) -> tuple[str, str, str]:
+def _reason(checked: SetVerdict, reason: str) -> tuple[str, str, str]:
     from agentrl.env.checks.tasks.verdicts import REASONS
 
-    return reason, str(found.by_reason[reason]), REASONS[reason][1]
+    return reason, str(checked.by_reason[reason]), REASONS[reason][1]
 
 
-def _show_validation(found: Validation, drop: Path | None, dropped: int | None) -> None:
+def _show_validation(validation: Validation, drop: Path | None, dropped: int | None) -> None:
     table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
-    for tally in found.tallies:
+    for tally in validation.tallies:
         missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
     console = tables.console()
-    if found.tallies:
+    if validation.tallies:
         console.print(table)
-    if found.tests:
-        console.print(f"test ids: {found.absent} of {found.tests} are not in the log of the gold patch")
-    for kind, faults in (("no task", found.bad), ("failed", found.failed), ("missed", found.missed)):
+    if validation.tests:
+        console.print(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
+    for kind, faults in (("no task", validation.bad), ("failed", validation.failed), ("missed", validation.missed)):
         for fault in faults[:20]:
             name = "" if fault.task in fault.reason else f"{fault.task}: "
             console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)

@@ -86,12 +86,12 @@ def panel(task: CodingTask) -> dict[str, Sequence[Act]]:
 async def leaks(box: Sandbox, task: CodingTask) -> list[Finding]:
     """Where the agent could read a secret of the task: in its prompt, its files or a git history. Raises
     SandboxError."""
-    found = [finding for secret in task.secrets for finding in _in_prompt(secret, task.instruction)]
+    findings = [finding for secret in task.secrets for finding in _in_prompt(secret, task.instruction)]
     places = [*_FOLDERS, *([task.tree.in_image] if task.tree.in_image else [])]
     for secret in task.secrets:
-        found += await _in_files(box, secret, places)
-    found += await _in_histories(box, task.secrets, places)
-    return list({finding.reason: finding for finding in reversed(found)}.values())[::-1]
+        findings += await _in_files(box, secret, places)
+    findings += await _in_histories(box, task.secrets, places)
+    return list({finding.reason: finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _written(text: str, *paths: str) -> str:

@@ -63,8 +63,8 @@ def lines_of(text: str) -> list[list[str]]:
 
 def new_tests(diff: str) -> list[str]:
     """The names of the tests that a diff adds: not of those that it takes away elsewhere, as it moves or edits them."""
-    removed = {found[1] for found in _TEST.finditer("\n".join(_swapped(diff)))}
-    return sorted({found[1] for found in _TEST.finditer(diff)} - removed)
+    removed = {match[1] for match in _TEST.finditer("\n".join(_swapped(diff)))}
+    return sorted({match[1] for match in _TEST.finditer(diff)} - removed)
 
 
 def names_stand_in(text: str, names: Sequence[str]) -> bool:
