@@ -187,6 +187,7 @@ def test_a_grade_counts_what_the_log_does_not_have() -> None:
         "tests": 3,
         "absent": 1,
         "absent_tests": ["a.py::gone"],
+        "mended_tests": ["a.py::t"],
     }
 
 
