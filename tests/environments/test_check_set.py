@@ -20,7 +20,8 @@ import pytest
 
 import agentrl_environments.swe
 from agentrl.env.checks.tasks.check_set import SetPlan, SetVerdict, check_set
-from agentrl.env.checks.tasks.verdicts import ORDER, REASONS, Finding, verdict_of
+from agentrl.env.checks.tasks.texts import in_held_out
+from agentrl.env.checks.tasks.verdicts import ORDER, REASONS, Finding, TaskText, verdict_of
 from agentrl.env.tasks import row_id
 from agentrl.errors import UsageError
 from agentrl.records import Task
@@ -133,6 +134,17 @@ def test_an_answer_that_wins_too_often_is_named(tmp_path: Path) -> None:
     assert check_set(plan_of(tmp_path, ROWS_ENV, kwargs, out=tmp_path / "even")).right
 
 
+def test_tasks_of_one_template_are_no_duplicates() -> None:
+    """They differ in a number, or in the answer alone; the words of each are nearly those of the other."""
+    text = "A train leaves at {} and needs three hours to the sea, where it waits an hour for the ferry. When is that?"
+    training = [TaskText("row 0", text.format(number), "12") for number in (7, 8)]
+    other = TaskText("row 2", "Which of the four colours does the painter of the bridge never use in winter?", "red")
+    held_out = [TaskText("row 0", text.format(9), "12"), TaskText("row 1", text.format(8), "13"), other]
+    assert in_held_out(training, held_out) == {}
+    findings = in_held_out(training, [TaskText("row 0", text.format(8) + " Say it.", "12"), other])
+    assert {index: [finding.reason for finding in each] for index, each in findings.items()} == {1: ["near-held-out"]}
+
+
 def test_the_file_of_wrong_tasks_is_what_a_run_leaves_out(tmp_path: Path) -> None:
     rows = [question(random.Random(number), number) for number in range(4)]
     rows[2]["grader"], rows[3]["grader"] = "fails", "raises"
@@ -214,6 +226,12 @@ def history(folder: Path) -> None:
     shutil.rmtree(work)
 
 
+def broken_history(folder: Path) -> None:
+    """Nobody can say what a history holds that cannot be read."""
+    add(folder / "environment" / "files" / "mirror" / "HEAD", "no such thing")
+    add(folder / "environment" / "files" / "mirror" / "objects" / "pack", "nor this")
+
+
 def runs_what_was_left(folder: Path) -> None:
     """All that the agent writes is carried over, and the tests' Python looks for modules there."""
     toml = folder / "task.toml"
@@ -232,6 +250,7 @@ HARBOR: dict[Callable[[Path], None], tuple[str, str]] = {
     has_its_tests: ("lies", "tests-readable"),
     answer_in_prompt: ("lies", "answer-in-prompt"),
     history: ("lies", "solution-in-history"),
+    broken_history: ("unknown", "not-searched"),
     runs_what_was_left: ("lies", "cheat-wins"),
 }
 

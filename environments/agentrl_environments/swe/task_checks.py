@@ -19,7 +19,7 @@ _SEARCH_S: Final = 60.0
 _CANDIDATES: Final = 20  # files with a line of a secret that are read whole
 _FILE: Final = 1 << 18  # bytes of one of them
 _HISTORIES: Final = 4
-_HISTORY: Final = 4 << 20  # bytes of a history's diffs: more than a box prints by default would be cut as a whole
+_HISTORY: Final = 3 << 20  # bytes of a history's diffs that are read: less than a box may print
 _FOLDERS: Final = (".", "/solution", "/tests", "/logs", "/root", "/home")  # where images keep what was forgotten
 
 _CONFTEST: Final = """\
@@ -139,12 +139,12 @@ async def _in_histories(box: Sandbox, secrets: Sequence[Secret], places: Sequenc
     if listed.timed_out:
         return [Finding("not-searched", f"the box has too many files to search {', '.join(places)} for a history")]
     for folder in listed.stdout.decode(errors="replace").splitlines()[:_HISTORIES]:
-        command = f'git --git-dir="$0" log --all -p --no-color --no-ext-diff --no-textconv | head -c {_HISTORY}'
-        git = await box.exec(
-            ["sh", "-c", f"command -v git >/dev/null || exit 127; {command}", folder], timeout_s=_SEARCH_S
-        )
-        if git.exit_code == 127 or git.timed_out or git.truncated:
-            return [Finding("not-searched", f"the git history in {folder} could not be read in the box")]
+        # Looked at first alone, as the exit code of a pipe is that of `head`.
+        command = 'git --git-dir="$0" log --all -1 >/dev/null || exit 1; git --git-dir="$0" log --all -p --no-color '
+        command += f"--no-ext-diff --no-textconv | head -c {_HISTORY}"
+        git = await box.exec(["sh", "-c", command, folder], timeout_s=_SEARCH_S)
+        if git.exit_code != 0 or git.timed_out or git.truncated or len(git.stdout) >= _HISTORY:
+            return [Finding("not-searched", f"the git history in {folder} could not be read whole in the box")]
         log = git.stdout.decode(errors="replace")
         plain = "\n".join(line[1:] for line in log.splitlines() if line.startswith("+"))
         for secret in secrets:
