@@ -30,7 +30,7 @@ def validate(
     n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
     drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     out: Annotated[
@@ -49,7 +49,7 @@ def validate(
     from agentrl.env.checks.validate import validate as play_oracles
 
     kwargs = _arguments(settings or [])
-    seeds = None if whole else range(seed, seed + n)
+    seeds = None if every else range(seed, seed + n)
     only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
     if out is not None:
         from agentrl.env.checks.tasks.check_set import SetPlan
@@ -129,7 +129,7 @@ def _show_verdicts(checked: SetVerdict) -> None:
     if checked.skip is not None:
         name = escape(str(checked.skip))
         console.print(f"leave these tasks out by the environment's argument skip = {name}, or by", soft_wrap=True)
-        wrong = [task.id for task in checked.tasks if task.verdict not in ("ok", "unknown")]
+        wrong = [task.id for task in checked.wrong]
         listed = ", ".join(f'"{id}"' for id in wrong[:MOST_IDS])
         more = f", and {len(wrong) - MOST_IDS} more ids of {name}" if wrong[MOST_IDS:] else ""
         console.print(f"rollout.skip_tasks = [{listed}]{more}", markup=False, soft_wrap=True)

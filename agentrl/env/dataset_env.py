@@ -14,6 +14,7 @@ import json
 import logging
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 from agentrl import notices
@@ -98,11 +99,12 @@ class RowsEnv(Env):
         self._answer, self.task_count, self.bad_tasks = answer, len(self._rows or ()), ()
 
     def task_texts(self) -> Sequence[TaskText]:
-        """The question of each row, and its right answer where it has one."""
+        """The question of each row, and its right answer where it has one. A row without a
+        question has no words: its reset says why."""
         return [
             TaskText(
                 task=f"row {number}",
-                text="\n".join(str(message["content"]) for message in self._messages(row)),
+                text=self._question(row),
                 answer="" if row.get(self._answer) is None else str(row[self._answer]),
                 options=row,
             )
@@ -195,6 +197,11 @@ class RowsEnv(Env):
                 raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {columns}") from error
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return (*system, *messages)
+
+    def _question(self, row: Mapping[str, Any]) -> str:
+        with suppress(UsageError):
+            return "\n".join(str(message["content"]) for message in self._messages(row))
+        return ""
 
     def _scores(self, answer: Answer) -> AnswerScores:
         if self._processes:

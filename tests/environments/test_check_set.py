@@ -232,6 +232,22 @@ def broken_history(folder: Path) -> None:
     add(folder / "environment" / "files" / "mirror" / "objects" / "pack", "nor this")
 
 
+def longest_line(folder: Path) -> str:
+    return max((folder / "tests" / "check.py").read_text().splitlines(), key=len)
+
+
+def many_files_with_a_line(folder: Path) -> None:
+    """More files than are read may hold the rest of the hidden tests, too."""
+    for number in range(21):
+        add(folder / "environment" / "files" / f"note-{number}.txt", longest_line(folder) + "\n")
+
+
+def a_large_file_with_its_tests(folder: Path) -> None:
+    """The hidden tests stand behind the part of a file that is read."""
+    tests = (folder / "tests" / "check.py").read_text()
+    add(folder / "environment" / "files" / "log.txt", "nothing to see here\n" * 15_000 + tests)
+
+
 def runs_what_was_left(folder: Path) -> None:
     """All that the agent writes is carried over, and the tests' Python looks for modules there."""
     toml = folder / "task.toml"
@@ -251,6 +267,8 @@ HARBOR: dict[Callable[[Path], None], tuple[str, str]] = {
     answer_in_prompt: ("lies", "answer-in-prompt"),
     history: ("lies", "solution-in-history"),
     broken_history: ("unknown", "not-searched"),
+    many_files_with_a_line: ("unknown", "not-searched"),
+    a_large_file_with_its_tests: ("unknown", "not-searched"),
     runs_what_was_left: ("lies", "cheat-wins"),
 }
 
@@ -398,6 +416,12 @@ class Four(agentrl.ToolEnv):
     def make_task(self, options):
         return {"task": f"task {self.task_seed() % 4}"}
 
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+        await super().aclose()
+        with Path(__file__).with_name("closed").open("a") as file:
+            file.write(getattr(self, 'task', {}).get('task', '') + "\\n")
+
     def prompt(self, task):
         self.note(**task)
         with Path(__file__).with_name("played").open("a") as file:
@@ -442,6 +466,8 @@ def test_law4_a_task_that_hangs_is_left_at_its_deadline(four: str, tmp_path: Pat
     (tmp_path / "hindrance").write_text("hangs")
     found = check_set(plan_of(tmp_path, four, {}, task_s=1.0))
     assert reasons(found) == {"task 2": {"deadline"}} and found.by_verdict == {"ok": 3, "unknown": 1}
+    played, closed = ((tmp_path / name).read_text().splitlines() for name in ("played", "closed"))
+    assert sorted(filter(None, closed)) == sorted(played), "an environment is closed behind its deadline, too: it may have a box"
 
 
 def test_a_second_call_plays_only_what_is_not_known(four: str, tmp_path: Path) -> None:
@@ -460,8 +486,20 @@ def test_a_second_call_plays_only_what_is_not_known(four: str, tmp_path: Path) -
 
 def test_results_of_other_settings_are_not_mixed(four: str, tmp_path: Path) -> None:
     check_set(plan_of(tmp_path, four, {}))
-    with pytest.raises(UsageError, match="are of other settings"):
+    with pytest.raises(UsageError, match=r"are of other settings: \{.repeat.: 3\}"):
         check_set(plan_of(tmp_path, four, {}, repeat=5))
+    (tmp_path / "four.py").write_text(FOUR + "\n# its grader was corrected\n")
+    with pytest.raises(UsageError, match="older than the files of its tasks"):
+        check_set(plan_of(tmp_path, four, {}))
+
+
+def test_a_row_that_cannot_be_asked_hinders_no_other(tmp_path: Path) -> None:
+    rows = [{"prompt": "Say yes.", "answer": "yes", "grader": ""}, {"prompt": None, "answer": "no", "grader": ""}]
+    (tmp_path / "judge.py").write_text(REWARD)
+    kwargs = {"rows": written(tmp_path / "rows.jsonl", rows), "rewards": [f"{tmp_path / 'judge.py'}:correct"]}
+    found = check_set(plan_of(tmp_path, ROWS_ENV, kwargs))
+    assert reasons(found)["row 1"] == {"raised"} and "there is nothing to ask" in found.tasks[1].findings[0].evidence
+    assert found.tasks[0].verdict == "ok"
 
 
 def test_an_environment_with_nothing_to_play_is_a_usage_error(tmp_path: Path) -> None:

@@ -113,44 +113,53 @@ async def _in_files(box: Sandbox, secret: Secret, places: Sequence[str]) -> list
     patterns = [pattern for pattern in (max(lines, key=len, default=""), max(names, key=len, default="")) if pattern]
     if not patterns:
         return []
-    script = 'for at; do [ -d "$at" ] && grep -rlsF "$PATTERN" "$at"; done; true'
+    script = "command -v grep >/dev/null && command -v head >/dev/null || exit 1; "
+    script += 'for at; do [ -d "$at" ] && grep -rlsF "$PATTERN" "$at"; done; true'
+    why = f"{', '.join(places)} could not be searched: too many files, or a box without grep and head"
+    unsearched = Finding("not-searched", why)
     files: dict[str, None] = {}
     for pattern in patterns:
         listed = await box.exec(["sh", "-c", script, "sh", *places], env={"PATTERN": pattern}, timeout_s=_SEARCH_S)
-        if listed.timed_out or listed.truncated:
-            return [Finding("not-searched", f"the box has too many files to search {', '.join(places)}")]
-        files |= dict.fromkeys(listed.stdout.decode(errors="replace").splitlines()[:_CANDIDATES])
-    own = set(re.findall(r"^(?:---|\+\+\+) (?:[ab]/)?(\S+)", secret.diff, re.MULTILINE))
-    for path in files:
+        if listed.timed_out or listed.truncated or listed.exit_code != 0:
+            return [unsearched]
+        files |= dict.fromkeys(listed.stdout.decode(errors="replace").splitlines())
+    unread = [unsearched] if len(files) > _CANDIDATES else []
+    changed_files = set(re.findall(r"^(?:---|\+\+\+) (?:[ab]/)?(\S+)", secret.diff, re.MULTILINE))
+    for path in list(files)[:_CANDIDATES]:
         result = await box.exec(["head", "-c", str(_FILE), "--", path], timeout_s=_SEARCH_S)
         text = result.stdout.decode(errors="replace")
+        if result.exit_code != 0 or len(result.stdout) >= _FILE:
+            unread = unread or [Finding("not-searched", f"{path} could not be read whole in the box")]
         # The file that a solution changes may hold the lines elsewhere: a change that moves them adds nothing new.
-        is_own = path.removeprefix("./") in own
-        if not is_own and (_stands(secret, text) or texts.names_stand_in(text, names)):
+        is_changed = path.removeprefix("./") in changed_files
+        if not is_changed and (_stands(secret, text) or texts.names_stand_in(text, names)):
             return [Finding(f"{secret.kind}-readable", f"{path} holds the {secret.kind}{_name(secret)}")]
-    return []
+    return unread
 
 
 async def _in_histories(box: Sandbox, secrets: Sequence[Secret], places: Sequence[str]) -> list[Finding]:
     """A repository is a folder with `objects` and `HEAD`, whatever its own name is."""
-    script = 'find "$@" -type d -name objects -prune 2>/dev/null | while read -r at; do d="${at%/*}"; '
+    script = 'command -v find >/dev/null || exit 1; find "$@" -type d -name objects -prune 2>/dev/null | '
+    script += 'while read -r at; do d="${at%/*}"; '
     script += '[ -f "$d/HEAD" ] && echo "$d"; done; true'
     listed = await box.exec(["sh", "-c", script, "sh", *places], timeout_s=_SEARCH_S)
-    if listed.timed_out:
-        return [Finding("not-searched", f"the box has too many files to search {', '.join(places)} for a history")]
-    for folder in listed.stdout.decode(errors="replace").splitlines()[:_HISTORIES]:
+    folders = listed.stdout.decode(errors="replace").splitlines()
+    is_whole = not listed.timed_out and not listed.truncated and listed.exit_code == 0 and len(folders) <= _HISTORIES
+    why = f"{', '.join(places)} could not be searched for a history: too many files, or a box without find"
+    unread = [] if is_whole else [Finding("not-searched", why)]
+    for folder in folders[:_HISTORIES]:
         # Looked at first alone, as the exit code of a pipe is that of `head`.
         command = 'git --git-dir="$0" log --all -1 >/dev/null || exit 1; git --git-dir="$0" log --all -p --no-color '
         command += f"--no-ext-diff --no-textconv | head -c {_HISTORY}"
         git = await box.exec(["sh", "-c", command, folder], timeout_s=_SEARCH_S)
         if git.exit_code != 0 or git.timed_out or git.truncated or len(git.stdout) >= _HISTORY:
-            return [Finding("not-searched", f"the git history in {folder} could not be read whole in the box")]
+            unread.append(Finding("not-searched", f"the git history in {folder} could not be read whole in the box"))
         log = git.stdout.decode(errors="replace")
         plain = "\n".join(line[1:] for line in log.splitlines() if line.startswith("+"))
         for secret in secrets:
             if secret.kind == "solution" and (_stands(secret, log) or _stands(secret, plain)):
                 return [Finding("solution-in-history", f"the git history in {folder} holds the solution")]
-    return []
+    return unread
 
 
 def _stands(secret: Secret, text: str) -> bool:

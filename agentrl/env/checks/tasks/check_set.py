@@ -8,13 +8,15 @@ machine that was busy may not be so any more. Words of a set are compared at eac
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import trio
 
@@ -22,7 +24,7 @@ from agentrl.algos.pass_at_k import wilson
 from agentrl.env import as_async
 from agentrl.env.checks.oracles import HasOracles, HasTasks, Oracle, say
 from agentrl.env.checks.tasks import texts as words
-from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, failure_of, play
+from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, close, failure_of, play
 from agentrl.env.checks.tasks.task_checks import CHECKS, NO_WORK, WRONG, TaskPlays, changed
 from agentrl.env.checks.tasks.verdicts import (
     REASONS,
@@ -120,6 +122,11 @@ class SetVerdict:
         return self.majority is not None and self.majority.low > self.chance + _MARGIN
 
     @property
+    def wrong(self) -> list[TaskVerdict]:
+        """The tasks that were shown to be wrong. Unknown ones are none: it may have been this machine's doing."""
+        return [task for task in self.tasks if task.verdict not in ("ok", "unknown")]
+
+    @property
     def right(self) -> bool:
         return not self.bad and not self.suspicious and all(task.verdict == "ok" for task in self.tasks)
 
@@ -166,10 +173,11 @@ class _SetCheck:
             for index, findings in (await self._held_out(plan.held_out)).items():
                 of_words.setdefault(index, []).extend(findings)
         file = plan.out / _RESULTS
-        self._results = _kept(file, self._header())
+        header = self._header()
+        self._results = _kept(file, header)
         slots = trio.CapacityLimiter(plan.jobs)
         plan.out.mkdir(parents=True, exist_ok=True)
-        _write_lines(file, [self._header(), *self._results.values()])
+        _write_lines(file, [header, *self._results.values()])
         async with trio.open_nursery() as nursery:
             for seed in seeds:
                 if seed not in self._results:
@@ -184,7 +192,12 @@ class _SetCheck:
 
     def _header(self) -> dict[str, Any]:
         plan = self._plan
-        return {"env": plan.env_id, "kwargs": dict(plan.kwargs), "repeat": plan.repeat}
+        return {
+            "env": plan.env_id,
+            "kwargs": dict(plan.kwargs),
+            "repeat": plan.repeat,
+            "files": _digest_of_files([plan.env_id, plan.kwargs], apart=(plan.out, plan.skip)),
+        }
 
     async def _held_out(self, changes: Mapping[str, Json]) -> dict[int, list[Finding]]:
         _, _, held_out = await _set(partial(self._new, **changes))
@@ -255,7 +268,7 @@ class _SetCheck:
                 return _Look(task, offered, (), None)
             return _Look(task, offered, await env.task_findings(), env.grader_deadline_s)
         finally:
-            await env.aclose()
+            await close(env)
 
     async def _plays(self, seed: int, index: int, oracle: Oracle, deadline_s: float | None) -> list[Play]:
         """Play an oracle again and again if its outcome matters most, or is not the expected one."""
@@ -306,7 +319,7 @@ class _SetCheck:
         majority = [won for task in tasks if (won := self._results[task.seed].get("majority")) is not None]
         reasons = Counter(finding.reason for task in tasks for finding in task.findings)
         by_verdict = Counter(task.verdict for task in tasks)
-        return SetVerdict(
+        verdicts = SetVerdict(
             tasks=tasks,
             bad=bad,
             flakes=Share.of(sum(odd for _, odd in counted), sum(n for n, _ in counted)),
@@ -315,8 +328,9 @@ class _SetCheck:
             chance=self._chance,
             by_verdict=dict(by_verdict),
             by_reason={reason: reasons[reason] for reason in REASONS if reason in reasons},
-            skip=_write_skip(self._plan.skip, tasks),
         )
+        _write_skip(self._plan.skip, verdicts.wrong)
+        return replace(verdicts, skip=self._plan.skip if verdicts.wrong else None)
 
 
 async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Sequence[TaskText]]:
@@ -328,7 +342,7 @@ async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Seque
             return 0, [], texts
         return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks], texts
     finally:
-        await env.aclose()
+        await close(env)
 
 
 def _answers(texts: Sequence[TaskText], index: int) -> list[Oracle]:
@@ -337,7 +351,7 @@ def _answers(texts: Sequence[TaskText], index: int) -> list[Oracle]:
     others = words.other_answers(texts, index, _OTHERS)
     oracles = [Oracle("gold", 1.0, say(answer))] if answer.strip() else []
     oracles += [Oracle(NO_WORK[2], 0.0, say("")), Oracle("nonsense", 0.0, say("zqx zqx zqx"), cheats=True)]
-    oracles += [Oracle(f"{WRONG} {at}", 0.0, say(other), cheats=True) for at, other in enumerate(others, 1)]
+    oracles += [Oracle(f"{WRONG} {number}", 0.0, say(other), cheats=True) for number, other in enumerate(others, 1)]
     if answer.strip() and len(others) == _OTHERS:
         # Others stand at both ends, so a grader that reads the first or the last answer is not fooled.
         several = "\n".join([others[0], answer, *others[1:]])
@@ -357,8 +371,10 @@ def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
             continue
     if not rows:
         return {}
-    if rows[0] != dict(header):
-        raise UsageError(f"--out {file.parent}: its results are of other settings: {json.dumps(rows[0])}; name another")
+    if differing := sorted(key for key in {*rows[0], *header} if rows[0].get(key) != header.get(key)):
+        former = {key: rows[0].get(key) for key in differing if key != "files"}
+        reason = f"of other settings: {json.dumps(former)}" if former else "older than the files of its tasks"
+        raise UsageError(f"--out {file.parent}: its results are {reason}; name another folder")
     results = {row["seed"]: row for row in rows[1:]}
     return {
         seed: row
@@ -367,21 +383,49 @@ def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     }
 
 
-def _write_skip(file: Path, tasks: Sequence[TaskVerdict]) -> Path | None:
-    """Write the tasks that were shown to be wrong; None if there are none. Those that are unknown are not left out: it
-    may have been this machine's doing."""
-    wrong = [task for task in tasks if task.verdict not in ("ok", "unknown")]
+def _digest_of_files(settings: object, *, apart: Sequence[Path]) -> str:
+    """A digest of all files that settings name: rows, folders of tasks, the files of functions. What this command
+    writes itself is `apart`."""
+    # A verdict on a task that was corrected since would be wrong, and nothing in the settings shows the correction.
+    digest, outputs = hashlib.sha256(), [path.resolve() for path in apart]
+    for path in sorted({file for name in _names(settings) for file in _files_of(name)}):
+        if not any(path == each or each in path.parents for each in outputs):
+            digest.update(f"{path}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _names(settings: object) -> Iterator[str]:
+    """All texts among settings."""
+    if isinstance(settings, str):
+        yield settings
+    elif isinstance(settings, Mapping):
+        yield from _names(list(cast("Mapping[str, object]", settings).values()))
+    elif isinstance(settings, Sequence):
+        for each in cast("Sequence[object]", settings):
+            yield from _names(each)
+
+
+def _files_of(name: str) -> Iterator[Path]:
+    """The file that a setting names, as `rows.jsonl` or `rewards.py:correct`, or all files of a folder."""
+    for place in (name, name.rpartition(":")[0]):
+        with suppress(OSError, ValueError):  # a text that is no path: too long, or with a NUL byte
+            if (path := Path(place).resolve()).is_file():
+                yield path
+            elif place and path.is_dir():
+                yield from (each for each in path.rglob("*") if each.is_file())
+
+
+def _write_skip(file: Path, wrong: Sequence[TaskVerdict]) -> None:
     rows = [
         {"task": task.task, "id": task.id, "reason": f"{task.verdict}: {task.findings[0].evidence}"} for task in wrong
     ]
     _write_lines(file, rows)
-    return file if rows else None
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    whole = file.with_suffix(".tmp")
-    whole.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    whole.replace(file)
+    draft = file.with_suffix(".tmp")
+    draft.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    draft.replace(file)
 
 
 def _plain(finding: Finding) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+
 from agentrl.env.checks import oracles
 from agentrl.env.checks.oracles import Oracle, OracleResult, outcome_of, say
 from agentrl.env.checks.tasks.verdicts import Finding
@@ -20,6 +22,7 @@ UNTOUCHED: Final = Oracle("untouched", 0.0, say(""))
 """No action at all: the driver ends the episode, and the environment judges the task as it stood."""
 
 EVIDENCE: Final = 600  # characters of an evidence
+_CLOSE_S: Final = 60.0
 _KILLS: Final = frozenset({137, 143, -9, -15})  # exit codes after SIGKILL and SIGTERM, which no test sends itself
 
 
@@ -66,12 +69,20 @@ async def play(
         return Play(oracle, failure=failure_of(error))
     finally:
         if env is not None:
-            await env.aclose()
+            await close(env)
     return Play(oracle, result, not_judged(result, deadline_s) if oracle.outcome >= 1.0 else None)
 
 
+async def close(env: AsyncEnv) -> None:
+    """Close an environment, also where the deadline of its task has passed: a cancelled wait would leave its box open
+    until the command ends."""
+    with trio.move_on_after(_CLOSE_S, shield=True):
+        await env.aclose()
+
+
 def failure_of(error: Exception) -> Finding:
-    """Whose fault an exception is. Only a value that the task itself gives is the task's."""
+    """Name whose fault the exception of a play is: the task's own where it gives a value that cannot be, else that of
+    this machine or of the environment's code."""
     if isinstance(error, ConfigError):
         reason = "cannot-be-played"
     elif isinstance(error, InfrastructureError) and not isinstance(error, EnvError):

@@ -27,7 +27,7 @@ def in_held_out(training: Sequence[TaskText], held_out: Sequence[TaskText]) -> d
     front, back = _shared([*ours, *theirs])
     shingles = [_shingles(words[front : len(words) - back]) for words in theirs]
     counts = Counter(shingle for each in shingles for shingle in each)
-    whole = {
+    held_out_index = {
         (tuple(words), _plain(each.answer)): index
         for index, (words, each) in enumerate(zip(theirs, held_out, strict=True))
     }
@@ -37,13 +37,13 @@ def in_held_out(training: Sequence[TaskText], held_out: Sequence[TaskText]) -> d
             by_shingle[shingle].append(index)
     findings: dict[int, list[Finding]] = {}
     for number, (words, task) in enumerate(zip(ours, training, strict=True)):
-        if (same := whole.get((tuple(words), _plain(task.answer)))) is not None:
+        if (same := held_out_index.get((tuple(words), _plain(task.answer)))) is not None:
             findings[number] = [Finding("in-held-out", f"it is {held_out[same].task} of the held-out tasks")]
             continue
-        own = _shingles(words[front : len(words) - back])
-        near = {index for shingle in _rarest(own, counts) for index in by_shingle.get(shingle, ())}
+        our_shingles = _shingles(words[front : len(words) - back])
+        near = {index for shingle in _rarest(our_shingles, counts) for index in by_shingle.get(shingle, ())}
         for index in sorted(near):
-            share = len(own & shingles[index]) / len(own | shingles[index])
+            share = len(our_shingles & shingles[index]) / len(our_shingles | shingles[index])
             same_answer = _plain(task.answer) == _plain(held_out[index].answer)
             if share >= _NEAR and same_answer and _numbers(words) == _numbers(theirs[index]):
                 alike = f"{share:.0%} of its words in a row are those of {held_out[index].task} of the held-out tasks"
@@ -64,12 +64,12 @@ def answer_in_prompt(texts: Sequence[TaskText]) -> dict[int, list[Finding]]:
         for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
         if answer and re.search(rf" (?:answer|solution|result) (?:is )?{re.escape(answer)} ", prompt)
     }
-    held = {
+    containing = {
         index
         for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
         if len(answer) >= _LONG and f" {answer} " in prompt
     }
-    giving = announced | held if len(held) <= max(1.0, _USUAL * len(texts)) else announced
+    giving = announced | containing if len(containing) <= max(1.0, _USUAL * len(texts)) else announced
     return {
         index: [Finding("answer-in-prompt", f"the prompt has the answer {texts[index].answer.strip()[:80]!r}")]
         for index in sorted(giving)
@@ -112,7 +112,7 @@ def _numbers(words: Sequence[str]) -> Counter[str]:
 def _shingles(words: Sequence[str]) -> frozenset[tuple[str, ...]]:
     if len(words) < _LEAST_WORDS:
         return frozenset()
-    return frozenset(tuple(words[at : at + _SHINGLE]) for at in range(len(words) - _SHINGLE + 1))
+    return frozenset(tuple(words[start : start + _SHINGLE]) for start in range(len(words) - _SHINGLE + 1))
 
 
 def _rarest(shingles: frozenset[tuple[str, ...]], counts: Counter[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -129,9 +129,9 @@ def _shared(texts: Sequence[Sequence[str]]) -> tuple[int, int]:
         return 0, 0
     shortest = min(map(len, different))
     front = next(_unlike(different, range(shortest)), shortest)
-    back = next((~at for at in _unlike(different, range(-1, -shortest - 1, -1))), shortest)
+    back = next((~place for place in _unlike(different, range(-1, -shortest - 1, -1))), shortest)
     return front, min(back, shortest - front)
 
 
 def _unlike(texts: set[tuple[str, ...]], places: Sequence[int]) -> Iterator[int]:
-    return (at for at in places if len({words[at] for words in texts}) > 1)
+    return (place for place in places if len({words[place] for words in texts}) > 1)
