@@ -19,6 +19,7 @@ import trio
 from agentrl.canary import probe, sampling, verdict
 from agentrl.canary.local_model import ADAPTER, SCHEMES, LocalModel, text_tokens
 from agentrl.canary.probe import Vocabulary
+from agentrl.canary.sampling import rms
 from agentrl.canary.server import Sample, ServedTokens, Server, Way, connect
 from agentrl.canary.verdict import Depth, Fault, Hypothesis, minus
 from agentrl.engine.rendering.renderer import Renderer
@@ -243,8 +244,9 @@ class _Comparison:
         self._model = LocalModel(subject.model, "float32", subject.adapter)
         exact = self._passes(self._model, passes)
         rounding = [minus(a, b) for a, b in zip(coarse, exact, strict=True)]
-        at = self._depths.index(self._diagnosed)
-        self._exact, self._rounding, self._answer = exact[at], rounding[at], self._answers.scores[self._diagnosed]
+        index = self._depths.index(self._diagnosed)
+        self._exact, self._rounding = exact[index], rounding[index]
+        self._answer = self._answers.scores[self._diagnosed]
         starts = [0, *self._depths[:-1]]
         self._report.depths = [
             verdict.depth_row(depth, start, self._answers.scores[depth], exact[i], rounding[i], self._dtype)
@@ -340,8 +342,8 @@ class _Comparison:
             return self._depth_fault(wrong[0])
         if fault := self._cut_prompt():
             return fault
-        size = verdict.rms(minus(self._answer, self._exact))
-        evidence = f"{size:.2g} nats (rms) from the folder, where bfloat16 makes {verdict.rms(self._rounding):.2g}"
+        size = rms(minus(self._answer, self._exact))
+        evidence = f"{size:.2g} nats (rms) from the folder, where bfloat16 makes {rms(self._rounding):.2g}"
         base = self._answers.base
         if self._subject.adapter is not None and base is not None:
             with self._model.without_adapter():
@@ -361,14 +363,14 @@ class _Comparison:
         self, prompt: Sequence[int], tokens: Sequence[int], reported: Sequence[float], place: str
     ) -> Fault | None:
         logits = self._model.logits([*prompt, *tokens], len(prompt))
-        kept = [number > _LOST for number in reported]
-        if not any(kept):
+        is_reported = [number > _LOST for number in reported]
+        if not any(is_reported):
             return None
         setting = sampling.explain(
-            logits[kept],
-            [token for token, keep in zip(tokens, kept, strict=True) if keep],
+            logits[is_reported],
+            [token for token, is_there in zip(tokens, is_reported, strict=True) if is_there],
             prompt,
-            [number for number, keep in zip(reported, kept, strict=True) if keep],
+            [number for number in reported if number > _LOST],
             verdict.limit_of(self._dtype, self._rounding),
         )
         if setting is None:
@@ -376,7 +378,7 @@ class _Comparison:
         return Fault(
             setting.kind,
             f"log-probs of {place} are those of {setting.name} {setting.value:.3g}, which was not requested:"
-            f" {setting.left:.2g} nats (rms) are left",
+            f" {setting.residual:.2g} nats (rms) are left",
         )
 
     def _partial(self, reference: Sequence[float]) -> Fault | None:
@@ -387,12 +389,12 @@ class _Comparison:
             if not other.has_shapes_of(self._model):
                 continue
             self._progress(f"looking for layers of {folder} among the folder's")
-            best, least = list[str](), verdict.rms(minus(self._answer, reference)) / 2
+            best, least = list[str](), rms(minus(self._answer, reference)) / 2
             for stale in self._splits(other):
                 logprobs = self._mixed(other, stale)
-                left = verdict.rms(minus(self._answer, logprobs))
-                if left < least and verdict.is_near(self._answer, logprobs, "bfloat16", self._rounding):
-                    best, least = stale, left
+                distance = rms(minus(self._answer, logprobs))
+                if distance < least and verdict.is_near(self._answer, logprobs, "bfloat16", self._rounding):
+                    best, least = stale, distance
                 if best and verdict.is_near(self._answer, logprobs, self._dtype, self._rounding):
                     break
             if best:
@@ -463,15 +465,15 @@ class _Comparison:
 
     def _judge_mode(self, sample: Sample) -> None:
         logits = self._model.logits([*sample.prompt, *sample.token_ids], len(sample.prompt))
-        left = {
-            mode: verdict.rms(minus(sample.logprobs, sampling.tempered(logits, sample.token_ids, temperature).tolist()))
+        distances = {
+            mode: rms(minus(sample.logprobs, sampling.tempered(logits, sample.token_ids, temperature).tolist()))
             for mode, temperature in (("raw", 1.0), ("processed", _TEMPERATURE))
         }
-        mode: Mode = "raw" if left["raw"] < left["processed"] else "processed"
+        mode: Mode = "raw" if distances["raw"] < distances["processed"] else "processed"
         self._report.mode = mode
         if self._subject.expected_mode not in (None, mode):
             evidence = (
-                f"at temperature {_TEMPERATURE:g} log-probs of sampled tokens are {mode}: {left[mode]:.2g} nats off"
+                f"at temperature {_TEMPERATURE:g} log-probs of samples are {mode}: {distances[mode]:.2g} nats off"
             )
             self._report.faults.append(Fault("logprobs_mode", evidence))
 
@@ -480,7 +482,7 @@ class _Comparison:
         return minus(sample.logprobs, sampling.tempered(logits, sample.token_ids, 1.0).tolist())
 
     def _off(self, sample: Sample) -> float:
-        return verdict.rms(self._differences(sample))
+        return rms(self._differences(sample))
 
     def _agrees(self, sample: Sample) -> bool:
         apart = self._differences(sample)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, first_line
 from agentrl.learner.model.logprobs import head_of, overheard
 
 ADAPTER = "adapter_config.json"
@@ -52,7 +52,7 @@ class LocalModel:
                 if adapter is not None:
                     self._peft = _adapted(self._module, adapter)
         except Exception as error:  # of many kinds; the user must fix each
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = first_line(error)
             place = folder if adapter is None else f"{folder} with the adapter {adapter}"
             raise ModelError(f"cannot load the model in {place}: {reason}") from error
         self._module.eval()
@@ -128,13 +128,13 @@ class LocalModel:
         """Inside, these parts hold the weights of another model of the same shapes."""
         theirs = dict(other._module.named_parameters())
         ours = [(name, each) for name, each in self._module.named_parameters() if _part(name) in parts]
-        kept = [(each, each.data) for _, each in ours]
+        former = [(each, each.data) for _, each in ours]
         try:
             for name, each in ours:
                 each.data = theirs[name].data
             yield
         finally:
-            for each, data in kept:
+            for each, data in former:
                 each.data = data
 
     def has_shapes_of(self, other: LocalModel) -> bool:
@@ -152,7 +152,7 @@ def text_tokens(folder: Path, text: str) -> tuple[int, ...] | None:
         with _quiet():
             return tuple(AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"])
     except Exception as error:  # of many kinds; the user must fix each
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise ModelError(f"cannot load the tokenizer in {str(folder)!r}: {reason}") from error
 
 
@@ -178,9 +178,9 @@ def _rounded(weight_OI: Tensor, scheme: Scheme) -> Tensor:
     grouped_OGI = exact_OI.view(len(exact_OI), -1, width)
     most = {"int8": 127.0, "float8": 448.0, "int4": 7.0}[scheme]
     scale_OG1 = grouped_OGI.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
-    whole = grouped_OGI / scale_OG1
-    whole = whole.to(torch.float8_e4m3fn).float() if scheme == "float8" else whole.round()
-    return (whole * scale_OG1).view_as(exact_OI).to(weight_OI.dtype)
+    scaled_OGI = grouped_OGI / scale_OG1
+    rounded_OGI = scaled_OGI.to(torch.float8_e4m3fn).float() if scheme == "float8" else scaled_OGI.round()
+    return (rounded_OGI * scale_OG1).view_as(exact_OI).to(weight_OI.dtype)
 
 
 @contextmanager

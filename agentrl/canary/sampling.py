@@ -28,11 +28,12 @@ class Setting:
     kind: Kind
     name: str
     value: float
-    left: float
+    residual: float
 
 
-def rms(differences: Floats) -> float:
-    return float(np.sqrt(np.mean(differences**2)))
+def rms(differences: Floats | Sequence[float]) -> float:
+    """Quadratic mean."""
+    return float(np.sqrt(np.mean(np.square(differences))))
 
 
 def explain(
@@ -49,15 +50,15 @@ def explain(
     numbers = np.asarray(reported, dtype=np.float64)
     picked = np.arange(len(tokens)), np.asarray(tokens)
 
-    def left(logprobs_N: Floats) -> float:
-        return rms(numbers - logprobs_N)
+    def residual(candidate_N: Floats) -> float:
+        return rms(numbers - candidate_N)
 
-    plain = left(_log_softmax(logits)[picked])
-    settings = [_temperature(logits, picked, left), *_cuts(logits, picked, left)]
-    settings += _penalties(logits, tokens, before, picked, left)
-    best = min(settings, key=lambda setting: setting.left)
+    plain = residual(_log_softmax(logits)[picked])
+    settings = [_temperature(logits, picked, residual), *_cuts(logits, picked, residual)]
+    settings += _penalties(logits, tokens, before, picked, residual)
+    best = min(settings, key=lambda setting: setting.residual)
     # A cut that keeps all tokens, or a temperature of 1, leaves all of it and explains nothing.
-    return best if best.left <= max(limit, _SHRINKS * plain) and best.left < plain / 2 else None
+    return best if best.residual <= max(limit, _SHRINKS * plain) and best.residual < plain / 2 else None
 
 
 def tempered(logits_NV: NDArray[np.float32], tokens: Sequence[int], temperature: float) -> Floats:
@@ -73,23 +74,23 @@ def _log_softmax(logits_NV: Floats) -> Floats:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _temperature(logits: Floats, picked: _Picked, left: Callable[[Floats], float]) -> Setting:
+def _temperature(logits: Floats, picked: _Picked, residual: Callable[[Floats], float]) -> Setting:
     def cost(inverse: float) -> float:
-        return left(_log_softmax(logits * inverse)[picked])
+        return residual(_log_softmax(logits * inverse)[picked])
 
     inverse, least = _minimum(cost, np.geomspace(0.1, 10, 41))
     return Setting("temperature", "temperature", 1 / inverse, least)
 
 
-def _cuts(logits: Floats, picked: _Picked, left: Callable[[Floats], float]) -> list[Setting]:
+def _cuts(logits: Floats, picked: _Picked, residual: Callable[[Floats], float]) -> list[Setting]:
     logprobs = _log_softmax(logits)
     ordered = -np.sort(-logprobs, axis=-1)
     mass_NV = np.cumsum(np.exp(ordered), axis=-1)
-    own = logprobs[picked]
+    logprobs_N = logprobs[picked]
     # A token that the cut left out has no log-prob; it is reported as one that no sum explains.
     top_k, least_k = min(
         (
-            (k, left(np.where(own >= ordered[:, k - 1], own - np.log(mass_NV[:, k - 1]), own)))
+            (k, residual(np.where(logprobs_N >= ordered[:, k - 1], logprobs_N - np.log(mass_NV[:, k - 1]), logprobs_N)))
             for k in range(1, min(_MOST_TOP_K, logits.shape[1]) + 1)
         ),
         key=lambda pair: pair[1],
@@ -97,14 +98,14 @@ def _cuts(logits: Floats, picked: _Picked, left: Callable[[Floats], float]) -> l
 
     def cost(p: float) -> float:
         last = np.minimum((mass_NV < p).sum(-1), logits.shape[1] - 1)
-        return left(own - np.log(mass_NV[np.arange(len(own)), last]))
+        return residual(logprobs_N - np.log(mass_NV[np.arange(len(logprobs_N)), last]))
 
     top_p, least_p = min(((p, cost(p)) for p in np.linspace(0.01, 0.99, 99)), key=lambda pair: pair[1])
     return [Setting("top_k", "top_k", top_k, least_k), Setting("top_p", "top_p", float(top_p), least_p)]
 
 
 def _penalties(
-    logits: Floats, tokens: Sequence[int], before: Sequence[int], picked: _Picked, left: Callable[[Floats], float]
+    logits: Floats, tokens: Sequence[int], before: Sequence[int], picked: _Picked, residual: Callable[[Floats], float]
 ) -> list[Setting]:
     counts_NV = np.zeros_like(logits)  # of each token among the sampled ones before
     for place, token in enumerate(tokens[:-1]):
@@ -114,13 +115,13 @@ def _penalties(
 
     def repetition(factor: float) -> float:
         reduced = np.where(logits > 0, logits / factor, logits * factor)
-        return left(_log_softmax(np.where(seen_NV, reduced, logits))[picked])
+        return residual(_log_softmax(np.where(seen_NV, reduced, logits))[picked])
 
     def presence(size: float) -> float:
-        return left(_log_softmax(logits - size * (counts_NV > 0))[picked])
+        return residual(_log_softmax(logits - size * (counts_NV > 0))[picked])
 
     def frequency(size: float) -> float:
-        return left(_log_softmax(logits - size * counts_NV)[picked])
+        return residual(_log_softmax(logits - size * counts_NV)[picked])
 
     sizes = np.linspace(-2, 2, 41)
     grids = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
+from agentrl.canary.sampling import rms
 from agentrl.canary.server import ServedTokens
 from agentrl.engine.weight_sync.canary import Dtype, is_beyond_noise, near, share_of_way
 
@@ -81,11 +82,6 @@ class Hypothesis:
     logprobs: Sequence[float]
 
 
-def rms(differences: Sequence[float]) -> float:
-    """Quadratic mean."""
-    return math.sqrt(sum(d * d for d in differences) / len(differences))
-
-
 def minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
     """Differences, token by token."""
     return [x - y for x, y in zip(a, b, strict=True)]
@@ -106,15 +102,15 @@ def depth_row(
 ) -> Depth:
     """Compare the tokens from `start` on."""
     apart = [abs(d) for d in minus(answer[start:], exact[start:])]
-    own = rounding[start:]
+    rounding_here = rounding[start:]
     return Depth(
         depth=depth,
         mean=math.fsum(apart) / len(apart),
         max=max(apart),
-        rounding_mean=math.fsum(map(abs, own)) / len(own),
-        rounding_max=max(map(abs, own)),
-        limit=limit_of(dtype, own),
-        is_near=is_near(answer[start:], exact[start:], dtype, own),
+        rounding_mean=math.fsum(map(abs, rounding_here)) / len(rounding_here),
+        rounding_max=max(map(abs, rounding_here)),
+        limit=limit_of(dtype, rounding_here),
+        is_near=is_near(answer[start:], exact[start:], dtype, rounding_here),
     )
 
 
@@ -134,10 +130,10 @@ def closest(
     """The hypothesis that explains the answer, better than the folder itself does; None if there is none."""
     gone = minus(answer, exact)
     # A server of a coarser dtype than expected is noisier than that dtype says.
-    left = [rms(minus(answer, each.logprobs)) for each in hypotheses]
-    noise = max(_NOISE[dtype] * rms(rounding), min([rms(gone), *left]))
+    distances = [rms(minus(answer, each.logprobs)) for each in hypotheses]
+    noise = max(_NOISE[dtype] * rms(rounding), min([rms(gone), *distances]))
     fitting: list[tuple[float, Hypothesis]] = []
-    for distance, each in zip(left, hypotheses, strict=True):
+    for distance, each in zip(distances, hypotheses, strict=True):
         way = minus(each.logprobs, exact)
         if not is_beyond_noise(way, noise) or share_of_way(way, gone) < 0.5:
             continue
