@@ -339,6 +339,12 @@ _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "plats
 _LOOPS = tuple(f"{root}{name}/" for root in _INSTALLED for name in ("trio", "outcome"))  # our code and theirs run in it
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error of another library, whose others are often advice or a picture; its class if it has no
+    words."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def place_of(error: BaseException) -> str:
     """`file:line` of the last frame of the code that somebody wrote for a run: neither of agentrl nor of Python, nor of
     an installed package if there is another one. "" for an error that was never raised, and for one of ours that no

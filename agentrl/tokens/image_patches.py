@@ -17,7 +17,7 @@ from PIL import Image as Pillow
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, first_line
 from agentrl.tokens.images import Image
 
 _DECODERS: Final = ("PNG", "JPEG", "WEBP")  # Pillow has many more, and these bytes come from anywhere
@@ -33,7 +33,7 @@ class ImagePatches:
             # see two images.
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = first_line(error)
             raise ModelError(f"cannot read the image processor of {str(folder)!r}: {reason}") from error
 
     def __call__(self, image: Image) -> tuple[Tensor, Tensor]:

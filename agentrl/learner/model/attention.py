@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, first_line
 from agentrl.host import compile_cache
 from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Branch
@@ -404,7 +404,7 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
         try:
             computed = _outcome(layout(branches, device), parts, window)
         except Exception as error:  # kernels and compilers fail in many ways
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = first_line(error)
             return f"it fails on {device.type} in {_short(dtype)} ({reason})"
         worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(computed, exact, strict=True))
         # Not "greater": a NaN has to fail too. Each layout is tried here, forward and backward, on a tree with two

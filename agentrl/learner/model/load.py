@@ -24,7 +24,7 @@ from torch._guards import detect_fake_mode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import ConfigError, ModelError, first_line
 from agentrl.host.user_warnings import warn
 from agentrl.learner.parallel.ranks import Ranks
 from agentrl.tokens.vision import read_vision
@@ -64,7 +64,7 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
     except ConfigError:  # the model cannot be cut so
         raise
     except Exception as error:  # transformers raises many kinds for a broken folder; the user must fix each
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
     finally:
         if bars:
@@ -170,5 +170,5 @@ def _hollow(folder: Path, attention: str) -> Any:
         attends = _attending(folder, attention)
         return _kind(folder).from_config(config, dtype=torch.float32, attn_implementation=attends)
     except Exception as error:  # of many kinds; the user must fix each
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error
