@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,26 +11,12 @@ import pytest
 
 from agentrl.scaffold import new_env
 from tests.test_docs import BLOCKS, ROOT
+from tests.test_scaffold import run
 
-DEADLINE_S = 300
 PAGE = ROOT / "CONTRIBUTING.md"
 RECIPES = [block for block in BLOCKS if block.document == PAGE]
 LINKED = {ROOT / path for path in re.findall(r"\]\((docs/[^)#]+)", PAGE.read_text())}
 CLASSES = [block.body for block in BLOCKS if block.language == "python" and block.document in LINKED]
-
-
-def run(folder: Path, site: Path, *argv: object) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow  # a run of two steps
@@ -47,7 +30,7 @@ def test_one_run_uses_every_part_that_the_package_offers(tmp_path: Path) -> None
     for module, name in re.findall(r'"my_package\.(\w+):(\w+)"', "\n".join(offers)):
         (body,) = [body for body in CLASSES if f"class {name}(" in body]
         (package / "my_package" / f"{module}.py").write_text(body)
-    run(package, site, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})")
+    run(package, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})")
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
 
@@ -55,7 +38,8 @@ def test_one_run_uses_every_part_that_the_package_offers(tmp_path: Path) -> None
     changes = re.findall(r"--set '?((?:env|algo|trackers)\..+?)'? --overwrite", commands)
     assert len(changes) == len(offers) == 3
     train = ["-c", "from agentrl.cli.main import main; main()", "train", package / "run.toml", "--tiny"]
-    printed = run(tmp_path, site, *train, "--out", "run", *[word for each in changes for word in ("--set", each)])
+    words = [word for each in changes for word in ("--set", each)]
+    printed = run(tmp_path, *train, "--out", "run", *words, path=site)
     assert re.findall(r"^([12]) -?\d\S*$", printed, re.M) == ["1", "2"]  # what the tracker prints
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["env"]["id"], config["algo"]["kind"]) == ("my_package/MyPackage-v0", "optimist")
