@@ -467,7 +467,7 @@ def test_law4_a_task_that_hangs_is_left_at_its_deadline(four: str, tmp_path: Pat
     found = check_set(plan_of(tmp_path, four, {}, task_s=1.0))
     assert reasons(found) == {"task 2": {"deadline"}} and found.by_verdict == {"ok": 3, "unknown": 1}
     played, closed = ((tmp_path / name).read_text().splitlines() for name in ("played", "closed"))
-    assert sorted(filter(None, closed)) == sorted(played), "an environment is closed behind its deadline, too: it may have a box"
+    assert sorted(filter(None, closed)) == sorted(played), "closed behind the deadline, too: it may have a box"
 
 
 def test_a_second_call_plays_only_what_is_not_known(four: str, tmp_path: Path) -> None:
