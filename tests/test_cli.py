@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from commands import agentrl
 from each_case import each_case
+from typer.testing import CliRunner
 
+from agentrl.cli import tables
+from agentrl.cli.main import app
 from agentrl.cli.play import action_of, play
 from agentrl.config import parse
 from agentrl.env.tools.calls import ToolCall
@@ -373,3 +376,18 @@ def test_ctrl_c_is_one_line_from_the_commands_first_import_on() -> None:
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "_leave\n", "agentrl: stopped by Ctrl-C\n")
+
+
+def test_a_line_of_foreign_words_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_line("ends \x1b[31m[red]so[/red]\n[0]")
+    assert capsys.readouterr().out == "ends \\x1b[31m[red]so[/red]\\x0a[0]\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["canary http://127.0.0.1:1 --model m", "eval --endpoint http://127.0.0.1:1 --model m"]
+)
+def test_a_key_that_is_named_and_not_there_is_said(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    monkeypatch.setattr("agentrl.models.resolve.model_dir", Path)
+    done = CliRunner().invoke(app, [*line.split(), "--key-variable", "MY_KEY"])
+    assert str(done.exception) == "--key-variable MY_KEY: it is not set here; export it, or leave the option out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,8 @@ import typer
 from rich.table import Table
 
 from agentrl.cli import tables
+from agentrl.cli.server_key import server_key
+from agentrl.cli.tables import print_line
 from agentrl.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def canary(
         adapter=None if adapter is None else _adapter(adapter),
         candidates=[_candidate(place) for place in candidates or []],
         name=name,
-        key=os.environ.get(key_variable or "OPENAI_API_KEY"),
+        key=server_key(key_variable),
         dtype=dtype,
         expected_mode=logprobs,
         max_depth=max_depth,
@@ -93,21 +94,15 @@ def _show(report: Report) -> None:
         table.add_row(f"{row.depth:,}", *(f"{number:.2g}" for number in numbers), "" if row.is_near else "too far")
     if report.depths:
         tables.console().print(table)
-        _print("|Δ|: nats between the server's log-probs and the folder's in float32, of tokens up to that depth.")
+        print_line("|Δ|: nats between the server's log-probs and the folder's in float32, of tokens up to that depth.")
     if report.mode is not None:
-        _print(f"Log-probs of sampled tokens are {report.mode}.")
+        print_line(f"Log-probs of sampled tokens are {report.mode}.")
     for line in report.remarks:
-        _print(line)
+        print_line(line)
     for fault in report.faults:
-        _print(f"{fault.name}: {fault.evidence}")
-        _print(f"    {FIXES[fault.name]}")
+        print_line(f"{fault.name}: {fault.evidence}")
+        print_line(f"    {FIXES[fault.name]}")
     for line in report.unknown:
-        _print(f"could not tell: {line}")
+        print_line(f"could not tell: {line}")
     if not report.faults and not report.unknown:
-        _print(f"the server computes with these weights, up to the rounding of {report.dtype}")
-
-
-def _print(text: str) -> None:
-    from agentrl.env.gymnasium_wrappers import printable
-
-    tables.console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(f"the server computes with these weights, up to the rounding of {report.dtype}")

@@ -16,6 +16,7 @@ from agentrl import notices
 from agentrl.cli import tables
 from agentrl.cli.completion import run_folders
 from agentrl.cli.strict import Strict
+from agentrl.cli.tables import print_line
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def compare(
     for pair in comparisons:
         _show(pair)
     for remark in remarks:
-        _print(remark)
+        print_line(remark)
 
 
 def _sides(places: list[str], groups: list[str], held_out: str | None) -> list[Side]:
@@ -105,14 +106,10 @@ def _sides(places: list[str], groups: list[str], held_out: str | None) -> list[S
     return sides
 
 
-def _print(text: str) -> None:
-    tables.console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _show(pair: Comparison) -> None:
     from agentrl.run.comparison.compare import in_units, is_share
 
-    _print(pair.sentence)
+    print_line(pair.sentence)
     table = Table("measure", escape(pair.a), escape(pair.b), "difference", "95% interval", "p", "tasks")
     for row in pair.measures:
         values = (row.a, row.b, row.difference, row.low, row.high)
@@ -121,10 +118,10 @@ def _show(pair: Comparison) -> None:
         table.add_row(name, a, b, difference, f"{low} to {high}", "-" if row.p is None else f"{row.p:.2g}", str(row.n))
     tables.console().print(table)
     for cause, number in pair.left_out.items():
-        _print(f"Left out: {number} {cause}")
+        print_line(f"Left out: {number} {cause}")
     for row in pair.measures:
         if row.left_out:
-            _print(f"Left out of {row.name}: {row.left_out} tasks that lack it")
+            print_line(f"Left out of {row.name}: {row.left_out} tasks that lack it")
 
 
 def _show_plan(tasks: int, assumed: Mapping[str, Any], *, as_json: bool) -> None:
@@ -138,13 +135,13 @@ def _show_plan(tasks: int, assumed: Mapping[str, Any], *, as_json: bool) -> None
         return
     size = f"{tasks} tasks with {design.samples} sample{'s' * (design.samples > 1)} of each model"
     if smallest is None:
-        _print(f"{size} show no difference from {design.base_rate:.1%} with {POWER:.0%} power: play more tasks.")
+        print_line(f"{size} show no difference from {design.base_rate:.1%} with {POWER:.0%} power: play more tasks.")
     else:
-        _print(
+        print_line(
             f"{size} show a difference of {100 * smallest:.1f} points with {POWER:.0%} power: from"
             f" {design.base_rate:.1%} to {design.base_rate + smallest:.1%}."
         )
-    _print(
+    print_line(
         f"Assumed (--base-rate, --correlation, --across): success of the first model {design.base_rate:g}; correlation"
         f" of two episodes of a model on a task {design.correlation:g}, of the two models {design.across:g}."
     )

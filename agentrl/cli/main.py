@@ -34,6 +34,7 @@ from agentrl.cli.offline import export, retrain, sft, trace
 from agentrl.cli.plan import plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import logs, scale, stop, submit, tasks
+from agentrl.cli.server_key import server_key
 from agentrl.cli.status import status
 from agentrl.cli.steer import pause, requeue, resume, set_
 from agentrl.cli.strict import Strict
@@ -236,7 +237,7 @@ def evaluate(
     if show and as_json:
         raise UsageError("--show prints texts, --json one document: leave out one of them")
     if endpoint is not None:
-        key = os.environ.get(key_variable or "OPENAI_API_KEY")
+        key = server_key(key_variable)
         results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16, show)]
     else:
         alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}

@@ -17,6 +17,13 @@ def console() -> Console:
     return of_terminal if of_terminal.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
 
 
+def print_line(text: str) -> None:
+    """Print one line, whose words may be a model's or a server's: they set no colours and do not drive the terminal."""
+    from agentrl.env.gymnasium_wrappers import printable
+
+    console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def lines(value: Any) -> str:
     """A value of a report as a cell: what is in it, a line each; what is in that, beside one another."""
     if not value and isinstance(value, dict | list):

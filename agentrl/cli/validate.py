@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
 from agentrl.cli.completion import environment_ids
 from agentrl.cli.strict import Strict
+from agentrl.cli.tables import print_line
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def _check_set(plan: SetPlan, *, as_json: bool) -> None:
 def _show_verdicts(checked: SetVerdict) -> None:
     from agentrl.env.checks.tasks.verdicts import ORDER, REASONS
 
-    console = tables.console()
     table = Table("verdict", "tasks", "reason", "tasks with it", "what it means")
     for verdict in reversed(ORDER):
         reasons = [reason for reason in checked.by_reason if REASONS[reason][0] == verdict]
@@ -111,28 +110,28 @@ def _show_verdicts(checked: SetVerdict) -> None:
         table.add_row(verdict, count, *("", "", "") if not reasons else _reason(checked, reasons[0]))
         for reason in reasons[1:]:
             table.add_row("", "", *_reason(checked, reason))
-    console.print(table)
+    tables.console().print(table)
     for task in sorted(checked.tasks, key=lambda task: ORDER.index(task.verdict)):
         for finding in task.findings:
             words = f"{task.verdict}: {task.task}: {finding.reason}: {' '.join(finding.evidence.split())}"
-            console.print(escape(words), soft_wrap=True)
+            print_line(words)
     for fault in checked.bad:
-        console.print(escape(f"no task: {fault.task}: {fault.reason}"), soft_wrap=True)
+        print_line(f"no task: {fault.task}: {fault.reason}")
     if (flakes := checked.flakes) is not None:
         interval = f"{flakes.share:.1%}, 95% interval {flakes.low:.1%} to {flakes.high:.1%}"
-        console.print(f"repeated plays with another outcome: {flakes.count} of {flakes.n} ({interval})")
+        print_line(f"repeated plays with another outcome: {flakes.count} of {flakes.n} ({interval})")
     if (majority := checked.majority) is not None:
         words = f"the most frequent answer {checked.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
         interval = f"{majority.share:.1%}, 95% interval {majority.low:.1%} to {majority.high:.1%}"
         ends = ": more than chance" if checked.suspicious else ""
-        console.print(escape(f"{words} ({interval}; chance {checked.chance:.1%}){ends}"), soft_wrap=True)
+        print_line(f"{words} ({interval}; chance {checked.chance:.1%}){ends}")
     if checked.skip is not None:
-        name = escape(str(checked.skip))
-        console.print(f"leave these tasks out by the environment's argument skip = {name}, or by", soft_wrap=True)
+        name = checked.skip
+        print_line(f"leave these tasks out by the environment's argument skip = {name}, or by")
         wrong = [task.id for task in checked.wrong]
         listed = ", ".join(f'"{id}"' for id in wrong[:MOST_IDS])
         more = f", and {len(wrong) - MOST_IDS} more ids of {name}" if wrong[MOST_IDS:] else ""
-        console.print(f"rollout.skip_tasks = [{listed}]{more}", markup=False, soft_wrap=True)
+        print_line(f"rollout.skip_tasks = [{listed}]{more}")
 
 
 def _reason(checked: SetVerdict, reason: str) -> tuple[str, str, str]:
@@ -147,17 +146,15 @@ def _show_validation(validation: Validation, drop: Path | None, dropped: int | N
         missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
-    console = tables.console()
     if validation.tallies:
-        console.print(table)
+        tables.console().print(table)
     if validation.tests:
-        console.print(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
+        print_line(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
     for kind, faults in (("no task", validation.bad), ("failed", validation.failed), ("missed", validation.missed)):
         for fault in faults[:20]:
             name = "" if fault.task in fault.reason else f"{fault.task}: "
-            console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)
+            print_line(f"{kind}: {name}{fault.reason}")
         if faults[20:]:
-            console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
+            print_line(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
     if drop is not None:
-        name = escape(str(drop))
-        console.print(f"{dropped} tasks are in {name}: leave them out by --set skip={name}")
+        print_line(f"{dropped} tasks are in {drop}: leave them out by --set skip={drop}")
