@@ -35,6 +35,7 @@ Kind = Literal[
 ]
 Target = str | Callable[..., Any]
 
+_NAMED_IDS = 12  # at most so many known ids stand in an error
 _registered: dict[tuple[Kind, str], Target] = {
     ("columns", "teacher"): "agentrl.tokens.columns:TEACHER",
     ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
@@ -83,11 +84,14 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
         return load_reference(f"{point.module}:{point.attr}")
     if ":" in id:
         return load_reference(id)
-    registered = ids(kind)
-    listed = dict.fromkeys([*nearest(id, registered), *registered])
+    registered_ids = ids(kind)
+    known_ids = list(dict.fromkeys([*nearest(id, registered_ids), *registered_ids]))
+    # More of them hide the one that was meant, and what to do.
+    more = f", … (agentrl list {kind} has all {len(known_ids)})" if len(known_ids) > _NAMED_IDS else ""
+    known = ", ".join(known_ids[:_NAMED_IDS]) or "none"
     # An editable install takes changed code by itself, but not a changed pyproject.toml.
     hint = "if its package is new or has new entry points, pip install it again"
-    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(listed) or 'none'}; {hint}")
+    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {known}{more}; {hint}")
 
 
 def nearest(id: str, known: list[str]) -> list[str]:

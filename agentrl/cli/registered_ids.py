@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from agentrl import registry
@@ -58,12 +59,11 @@ def find(id: str) -> CatalogueEntry:
             return _entry(kind, id)
     if ":" in id:
         return _entry("environments", id)
-    near_ids = (
-        ", ".join(near) if (near := registry.nearest(id, [i for kind in KINDS for i in registry.ids(kind)])) else ""
-    )
-    raise UnknownIdError(
-        f"nothing is registered as {id!r}; " + (f"near: {near_ids}" if near_ids else "see agentrl list")
-    )
+    near_ids = registry.nearest(id, [known_id for kind in KINDS for known_id in registry.ids(kind)])
+    hint = f"near: {', '.join(near_ids)}" if near_ids else "see agentrl list"
+    if Path(id).is_dir():
+        hint += f"; of a run, agentrl status {id} says what it does"
+    raise UnknownIdError(f"nothing is registered as {id!r}; {hint}")
 
 
 def _entry(kind: registry.Kind, id: str) -> CatalogueEntry:
