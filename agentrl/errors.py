@@ -60,12 +60,13 @@ class UsageError(AgentRLError):
 
 
 class ConfigError(UsageError):
-    """A setting is wrong. `field` is its dotted name, `value` its value, `hint` what to do. The message leaves out what
-    may be a password in a URL or a connection string."""
+    """A setting is wrong, or a required one is missing. `field` is its dotted name, `value` its value, `hint` what to
+    do. The message leaves out what may be a password in a URL or a connection string."""
 
-    def __init__(self, field: str, value: object, hint: str) -> None:
+    def __init__(self, field: str, value: object, hint: str, *, is_missing: bool = False) -> None:
         self.field, self.value, self.hint = field, value, hint
-        super().__init__(f"{field} = {_without_passwords(repr(value))}: {hint}")
+        problem = "is required" if is_missing else f"= {_without_passwords(repr(value))}"
+        super().__init__(f"{field} {problem}: {hint}")
 
 
 def _without_passwords(text: str) -> str:

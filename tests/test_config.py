@@ -46,7 +46,7 @@ def test_a_wrong_type_names_field_and_value() -> None:
 
 
 def test_a_missing_model_is_required() -> None:
-    with pytest.raises(ConfigError, match=r"model = None: required"):
+    with pytest.raises(ConfigError, match=r"^model is required: "):
         config.parse({"env": {"id": "e"}})
 
 

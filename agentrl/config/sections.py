@@ -563,7 +563,7 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
         )
         return ConfigError(field, first["input"], hint)
     if first["type"] == "missing":
-        return ConfigError(field, None, "required: give it a value")
+        return ConfigError(field, None, "give it a value", is_missing=True)
     hint, value = _hint(first["msg"]), first["input"]
     if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
         value = {name: each_value for name, each_value in cast("dict[str, Any]", value).items() if name in hint}

@@ -103,7 +103,7 @@ def test_a_curriculum_goes_over_the_tables(tmp_path: Path) -> None:
 @each_case(
     ("text", "said"),
     [
-        ("[[tasks]]\nseeds = 3\n", "env = None: required"),
+        ("[[tasks]]\nseeds = 3\n", "env is required: "),
         ('[[tasks]]\nid = "a/E"\nrows = "r.jsonl"\nseeds = 3\n', "tasks.seeds = 3: rows bring their own seeds"),
         ('[[tasks]]\nid = "a/E"\nepochs = 3\n', "tasks.epochs = 3: an endless stream of seeds has none"),
         ('[[tasks]]\nid = "a/E"\nsedes = 3\n', r"tasks\.0\.sedes = 3: no such key; did you mean 'seeds'"),
