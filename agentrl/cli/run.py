@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
@@ -36,7 +37,10 @@ def logs(
 
     run, tell = RunDir.open(path), _tell_json if as_json else _tell
     read: dict[Path, int] = {}
-    for log in _chosen(run, part):
+    first_logs = _chosen(run, part)
+    if not first_logs and not follow:
+        print(f"{path} has no logs: its processes write them while it is under way", file=sys.stderr)
+    for log in first_logs:
         with log.open("rb") as file:
             tell(log, *_last(file, n))
             read[log] = file.tell()

@@ -92,6 +92,8 @@ def measured(
         if env is None:
             if not path.is_dir():
                 refuse_missing_folder(str(subject))
+            elif not any(path.glob("*config.json")):
+                raise UsageError(f"{subject} holds neither a run nor a model: name a folder that does")
             raise UsageError(f"{subject} is a model: name the environment with --env")
         document = {"model": str(subject), "env": {"id": env}}
     if env is not None and env != document["env"]["id"]:

@@ -150,8 +150,10 @@ def eta_s(rows: Sequence[Metric], steps: int) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """A time for a person, as `2 h 05 min`, `3 min 20 s` or `45 s`."""
+    """A time for a person, as `3 d 04 h`, `2 h 05 min`, `3 min 20 s` or `45 s`."""
     total_s = round(seconds)
+    if total_s >= 86_400:
+        return f"{total_s // 86_400} d {total_s % 86_400 // 3600:02d} h"
     if total_s >= 3600:
         return f"{total_s // 3600} h {total_s % 3600 // 60:02d} min"
     return f"{total_s // 60} min {total_s % 60:02d} s" if total_s >= 60 else f"{total_s} s"
@@ -167,9 +169,9 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"step      0 of {facts['steps']}"
     else:
         pace = "" if facts["step_s"] is None else f"; a step takes {facts['step_s']:.2g} s"
-        yield f"step      {facts['step']} of {facts['steps']}, the last {facts['last_step_ago_s']:.0f} s ago{pace}"
+        yield f"step      {facts['step']} of {facts['steps']}, the last {duration(facts['last_step_ago_s'])} ago{pace}"
     if facts["paused_s"] is not None:
-        yield f"paused    for {facts['paused_s']:.0f} s: agentrl resume {path} lets it go on"
+        yield f"paused    for {duration(facts['paused_s'])}: agentrl resume {path} lets it go on"
     if facts["stopped_early"]:
         yield f"stopped   early: {facts['stopped_early']}"
     if facts["success"] is not None:
