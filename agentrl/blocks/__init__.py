@@ -63,11 +63,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'agentrl.blocks' has no attribute {name!r}")
     module = importlib.import_module(f"agentrl.blocks.{_WHERE.get(name, name)}")
-    value = module if name == "sync" else getattr(module, name)
+    exported = module if name == "sync" else getattr(module, name)
     # The next use finds it without this function. A rollout on a machine without torch must be able to import this
     # package, so no name may be imported at the top.
-    globals()[name] = value
-    return value
+    globals()[name] = exported
+    return exported
 
 
 def __dir__() -> list[str]:

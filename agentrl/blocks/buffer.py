@@ -64,14 +64,14 @@ class Buffer(Closing):
         if max_lag < 0:
             raise ConfigError("max_lag", max_lag, "give 0 for synchronous training, or more")
         self.folder, self.groups_per_step, self.max_lag = Path(folder), groups_per_step, max_lag
-        path = self.folder / STORE
-        if not path.exists():
+        store_path = self.folder / STORE
+        if not store_path.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            RunStore.create(path, "{}").close()
-        self.store = RunStore.open(path)
+            RunStore.create(store_path, "{}").close()
+        self.store = RunStore.open(store_path)
         # A connection of its own for reading: a trajectory that is read for a `rollout` must not wait for a `put` or a
         # `take` that writes.
-        self.reader = RunStore.read(path)
+        self.reader = RunStore.read(store_path)
         # Whoever opens last has the buffer, as in a run: a notebook's kernel that was restarted finds the old one's
         # calls refused, instead of sharing one learner's groups with it.
         self.store.lineage.lead()
@@ -119,32 +119,35 @@ class Buffer(Closing):
         version that this buffer did not mint."""
         if not trajectories:
             raise UsageError("a group without trajectories cannot be put into the buffer: give the members of one task")
-        task = trajectories[0].task
-        members: list[PlayedMember] = []
-        if other := next((trajectory.task for trajectory in trajectories if trajectory.task != task), None):
-            raise UsageError(f"a group has one task: the trajectories are of seeds {task.seed} and {other.seed}")
+        group_task = trajectories[0].task
+        played_members: list[PlayedMember] = []
+        if other := next((trajectory.task for trajectory in trajectories if trajectory.task != group_task), None):
+            raise UsageError(f"a group has one task: the trajectories are of seeds {group_task.seed} and {other.seed}")
         for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.member):
             if trajectory.stop_reason is None:
                 raise UsageError(
                     f"trajectory {trajectory.episode_id} has not ended: put it in when it has a stop reason"
                 )
-            spans = [span for turn in trajectory.turns if turn.learns for span in turn.spans]
+            version_spans = [span for turn in trajectory.turns if turn.learns for span in turn.spans]
             # Refused here and not at the training: how old a token is follows from the step of its version, and a
             # version that nobody minted has none (law 2). Taken in, the group would never be found too old.
-            unknown = sorted({span.version for span in spans if not self.store.versions.knows_version(span.version)})
-            if unknown:
+            sampled_versions = {span.version for span in version_spans}
+            unknown_versions = sorted(
+                version for version in sampled_versions if not self.store.versions.knows_version(version)
+            )
+            if unknown_versions:
                 hint = "publish(learner.weights(), fleet, buffer) before they are played"
-                raise UsageError(f"the buffer minted no weight version {unknown[0]}: {hint}")
+                raise UsageError(f"the buffer minted no weight version {unknown_versions[0]}: {hint}")
             ending = Ending(
                 stop_reason=trajectory.stop_reason,
                 outcome=trajectory.outcome,
                 success=trajectory.success,
                 outcomes=dict(trajectory.outcomes),
             )
-            members.append(
+            played_members.append(
                 PlayedMember(start=trajectory.start, turns=trajectory.turns, ending=ending, tools=trajectory.tools)
             )
-        return self.store.played.put_group(task, members)
+        return self.store.played.put_group(group_task, played_members)
 
     def take(
         self, n: int | None = None, *, max_lag: int | None = None, skip_at_most: int = 0, timeout_s: float = 600.0
@@ -155,43 +158,47 @@ class Buffer(Closing):
         members all earned the same leave without being trained.
 
         Raises RunFailed if there are not so many within `timeout_s`, and what ended a rollout into this buffer."""
-        size, bound = self.groups_per_step if n is None else n, self.max_lag if max_lag is None else max_lag
-        if size < 1:
-            raise ConfigError("n", size, "give 1 or more")
-        step, deadline = self.step + 1, time.monotonic() + timeout_s
+        group_count, lag_bound = self.groups_per_step if n is None else n, self.max_lag if max_lag is None else max_lag
+        if group_count < 1:
+            raise ConfigError("n", group_count, "give 1 or more")
+        next_step, deadline = self.step + 1, time.monotonic() + timeout_s
         while True:
-            groups = self.store.buffer.take(step, size, max_lag=bound, returns=Returns(), skip_at_most=skip_at_most)
-            if groups is not None:
-                self._step = step
-                return Batch(tuple(groups), step, bound, self.store.versions.step_of, self.store.versions.is_undone)
+            taken_groups = self.store.buffer.take(
+                next_step, group_count, max_lag=lag_bound, returns=Returns(), skip_at_most=skip_at_most
+            )
+            if taken_groups is not None:
+                self._step = next_step
+                versions = self.store.versions
+                return Batch(tuple(taken_groups), next_step, lag_bound, versions.step_of, versions.is_undone)
             if self.failure is not None:
                 raise self.failure
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 hint = "is a rollout playing into this buffer, and are its episodes scored?"
                 raise RunFailed(
-                    f"step {step} waited {timeout_s:g} s for {size} groups, {self.ready()} are ready: {hint}"
+                    f"step {next_step} waited {timeout_s:g} s for {group_count} groups, "
+                    f"{self.ready()} are ready: {hint}"
                 )
             # A signal of the store with a short bound: another process may put groups in, and its signal may be lost
             # with it.
-            self.store.wait_for_work("learner", min(_WAIT_S, left_s))
+            self.store.wait_for_work("learner", min(_WAIT_S, remaining_s))
 
     def checkpoint(self, step: int, folder: str | Path) -> None:
         """A learner's checkpoint of `step` is in `folder`: what was taken up to there is trained for good."""
         # A checkpoint is tied to a version, so that after a crash the engines and the learner agree again on what the
         # next tokens are sampled from.
-        version = self.store.versions.version_at(step)
-        if version is None:
+        trained_version = self.store.versions.version_at(step)
+        if trained_version is None:
             raise UsageError(f"no weights of step {step} were published with this buffer: publish them before")
-        self.store.lineage.checkpoint(step, version, folder)
+        self.store.lineage.checkpoint(step, trained_version, folder)
 
     def resume(self) -> Path | None:
         """Go back to the last checkpoint after a crash: groups that were taken after it can be taken again. Returns the
         checkpoint's folder, for `learner.load`; None if there is no checkpoint, so that the learner begins anew."""
-        last = self.store.lineage.latest_checkpoint()
-        self._step = 0 if last is None else last.step
+        latest_checkpoint = self.store.lineage.latest_checkpoint()
+        self._step = 0 if latest_checkpoint is None else latest_checkpoint.step
         self.store.lineage.rollback(self._step)
-        return None if last is None else Path(last.path)
+        return None if latest_checkpoint is None else Path(latest_checkpoint.path)
 
     def close(self) -> None:
         """Close the store; no call may follow."""

@@ -73,13 +73,13 @@ class EngineFleet:
         self.renderer = Renderer(model)
         self.vocabulary = vocabulary(model)
         self.nursery = nursery
-        clients = [
+        engine_clients = [
             EngineClient(url, api_key=settings.key_of(url), kind=settings.kind, vocabulary=self.vocabulary)
             for url in urls
         ]
-        self._clients = clients
+        self._clients = engine_clients
         self.engine = Fleet.configured(
-            clients, settings, decode=self.renderer.decode, preempt=settings.at_update == "leave"
+            engine_clients, settings, decode=self.renderer.decode, preempt=settings.at_update == "leave"
         )
         self.publisher = WeightPublisher(settings)
         self._requests, self._published = count(1), 0
@@ -99,24 +99,29 @@ class EngineFleet:
 
         Raises ConfigError for a bad setting, ModelError for a model that is not there, UsageError, RunFailed or
         EngineUnavailable if an engine does not start."""
-        chosen, folder = read_section(EngineSettings, settings, "engine"), model_dir(str(model))
-        if chosen.urls:
-            raise ConfigError("engine.urls", chosen.urls, "these engines run already: EngineFleet.attach takes them")
-        positions = _positions(folder)
+        engine_settings, model_folder = read_section(EngineSettings, settings, "engine"), model_dir(str(model))
+        if engine_settings.urls:
+            raise ConfigError(
+                "engine.urls", engine_settings.urls, "these engines run already: EngineFleet.attach takes them"
+            )
+        position_count = _positions(model_folder)
         if max_context is None:
-            max_context = min(_MOST_CONTEXT, positions or _MOST_CONTEXT)
-        if max_context < 2 or (positions is not None and max_context > positions):
-            raise ConfigError("max_context", max_context, f"give 2 to {positions or 'any number of'} tokens")
-        async with AsyncExitStack() as stack:
-            urls: list[str] = []
+            max_context = min(_MOST_CONTEXT, position_count or _MOST_CONTEXT)
+        if max_context < 2 or (position_count is not None and max_context > position_count):
+            raise ConfigError("max_context", max_context, f"give 2 to {position_count or 'any number of'} tokens")
+        async with AsyncExitStack() as exit_stack:
+            engine_urls: list[str] = []
             # One after the other: two engines that start side by side on one GPU each measure the other's memory as
             # taken, or as free.
-            for place in chosen.places:
-                replica = chosen.model_copy(update={"replicas": [place] if place else 1})
-                running = running_engine(folder, replica, door=Door(), max_context=max_context)
-                url, _ = await stack.enter_async_context(running)
-                urls.append(url)
-            fleet = await stack.enter_async_context(cls._over(folder, urls, chosen, max_context))
+            for engine_gpus in engine_settings.places:
+                placement = [engine_gpus] if engine_gpus else 1
+                replica_settings = engine_settings.model_copy(update={"replicas": placement})
+                starting_engine = running_engine(model_folder, replica_settings, door=Door(), max_context=max_context)
+                engine_url, _ = await exit_stack.enter_async_context(starting_engine)
+                engine_urls.append(engine_url)
+            fleet = await exit_stack.enter_async_context(
+                cls._over(model_folder, engine_urls, engine_settings, max_context)
+            )
             yield fleet
 
     @classmethod
@@ -140,8 +145,8 @@ class EngineFleet:
         fields = (
             settings.model_dump(exclude_unset=True) if isinstance(settings, EngineSettings) else dict(settings or {})
         )
-        chosen = read_section(EngineSettings, {**fields, "urls": addresses}, "engine")
-        async with cls._over(model_dir(str(model)), chosen.urls, chosen, None) as fleet:
+        engine_settings = read_section(EngineSettings, {**fields, "urls": addresses}, "engine")
+        async with cls._over(model_dir(str(model)), engine_settings.urls, engine_settings, None) as fleet:
             yield fleet
 
     @classmethod
@@ -149,7 +154,7 @@ class EngineFleet:
     async def _over(
         cls, model: Path, urls: Sequence[str], settings: EngineSettings, max_context: int | None
     ) -> AsyncGenerator[EngineFleet]:
-        failure: Exception | None = None
+        block_failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             fleet = cls(model, urls, settings, max_context=max_context, nursery=nursery)
             try:
@@ -157,26 +162,26 @@ class EngineFleet:
                 nursery.start_soon(fleet.engine.control)
                 yield fleet
             except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-                failure = error
+                block_failure = error
             finally:
                 nursery.cancel_scope.cancel()
                 # The block may have ended by a cancellation, in which no connection could be closed in order.
                 with trio.move_on_after(_CLOSE_S, shield=True):
                     await fleet.engine.aclose()
-        if failure is not None:
-            raise failure
+        if block_failure is not None:
+            raise block_failure
 
     async def _reach(self) -> None:
-        for client in self._clients:
+        for engine_client in self._clients:
             try:
-                await client.served_version(deadline_s=self.settings.admin_deadline_s)
+                await engine_client.served_version(deadline_s=self.settings.admin_deadline_s)
             except (EngineUnavailable, EngineTimeout) as error:
-                raise EngineUnavailable(f"no engine answers at {client.url} ({error}): start it") from error
+                raise EngineUnavailable(f"no engine answers at {engine_client.url} ({error}): start it") from error
 
     @property
     def version(self) -> int:
         """The newest weight version that an engine of the fleet is known to serve."""
-        return max(self._published, *(client.version for client in self._clients))
+        return max(self._published, *(engine_client.version for engine_client in self._clients))
 
     @property
     def dtype(self) -> Dtype:
@@ -185,11 +190,11 @@ class EngineFleet:
 
     async def take(self, parcel: Parcel) -> None:
         """Have the engines serve the weights of a parcel: `publish` calls it. Raises as `WeightPublisher.deliver`."""
-        cost = await self.publisher.deliver(self.urls, parcel)
+        delivery_cost = await self.publisher.deliver(self.urls, parcel)
         self._published = parcel.version
-        if not cost["engines_behind"]:  # else the fleet asks each which one it has
-            for url in self.urls:
-                self.engine.mark_refit(url, parcel.version)
+        if not delivery_cost["engines_behind"]:  # else the fleet asks each which one it has
+            for engine_url in self.urls:
+                self.engine.mark_refit(engine_url, parcel.version)
         await self.publisher.tidy(self.urls)
 
     async def sample(
@@ -216,17 +221,17 @@ class EngineFleet:
         if self.max_context is not None and len(token_ids) + 1 > self.max_context:
             hint = f"the fleet was started with max_context = {self.max_context}: shorten it, or raise that"
             raise ConfigError("prompt", f"{len(token_ids)} tokens", hint)
-        room = max_tokens if self.max_context is None else min(max_tokens, self.max_context - len(token_ids))
-        number = next(self._requests)
+        token_budget = max_tokens if self.max_context is None else min(max_tokens, self.max_context - len(token_ids))
+        request_number = next(self._requests)
         generation = await self.engine.generate(
             GenerateRequest(
-                request_id=f"sample-{id(self):x}-{number}",
+                request_id=f"sample-{id(self):x}-{request_number}",
                 # A session for each call: prompts of a notebook have nothing in common, so they may go to any engine,
                 # and no engine keeps their beginnings for the next turn.
-                session=f"sample-{number}",
+                session=f"sample-{request_number}",
                 token_ids=token_ids,
                 sampling=SamplingParams(
-                    max_tokens=room,
+                    max_tokens=token_budget,
                     temperature=temperature,
                     top_p=top_p,
                     top_k=top_k,
@@ -256,18 +261,20 @@ class EngineFleet:
         token_ids = tuple(cast("Sequence[int]", prompt))
         # An index beyond the embeddings is an error deep inside an engine, where it may end the requests of others that
         # it was batched with.
-        beyond = [
+        unknown_token_ids = [
             token_id
             for token_id in token_ids
             if token_id < 0 or (self.vocabulary is not None and token_id >= self.vocabulary)
         ]
-        if beyond:
-            raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {(self.vocabulary or 0) - 1}")
+        if unknown_token_ids:
+            raise ConfigError(
+                "prompt", unknown_token_ids[0], f"the model has the tokens 0 to {(self.vocabulary or 0) - 1}"
+            )
         return token_ids
 
 
 def _positions(folder: Path) -> int | None:
     """How many tokens the model of a folder has positions for; None if its config.json does not say."""
-    config: Any = json.loads((folder / "config.json").read_text())
-    positions: Any = (config.get("text_config") or config).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else None
+    model_config: Any = json.loads((folder / "config.json").read_text())
+    position_count: Any = (model_config.get("text_config") or model_config).get("max_position_embeddings")
+    return position_count if isinstance(position_count, int) else None

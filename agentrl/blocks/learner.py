@@ -61,18 +61,19 @@ class Learner(Closing):
         bound of rows that come from no buffer.
 
         Raises ConfigError for a bad setting, ModelError for a model that is not there."""
-        chosen = read_section(Train, train, "train")
-        if chosen.parallel.ranks > 1:
+        train_settings = read_section(Train, train, "train")
+        if train_settings.parallel.ranks > 1:
             hint = "a loop of your own has one rank: leave it out, or use agentrl.Trainer"
-            raise ConfigError("train.parallel.ranks", chosen.parallel.ranks, hint)
-        table = {"kind": algo} if isinstance(algo, str) else algo
-        judge = cast("Algorithm", algorithms.read(table if isinstance(table, Algorithm) else dict(table), "algo"))
+            raise ConfigError("train.parallel.ranks", train_settings.parallel.ranks, hint)
+        algo_table = {"kind": algo} if isinstance(algo, str) else algo
+        algo_fields = algo_table if isinstance(algo_table, Algorithm) else dict(algo_table)
+        algorithm = cast("Algorithm", algorithms.read(algo_fields, "algo"))
         self.folder = model_dir(str(model))
         self._inner = build_learner(
             LearnerSettings(
                 model=str(model),
-                train=chosen,
-                algo=judge,
+                train=train_settings,
+                algo=algorithm,
                 seed=seed,
                 temperature=temperature,
                 buffer=read_section(BufferSettings, {"max_lag": max_lag}, "buffer"),
@@ -109,7 +110,7 @@ class Learner(Closing):
         if isinstance(loss, Algorithm) and loss.slots not in (Slots(), self._inner.settings.algo.slots):
             hint = "it needs models that the learner did not load: give it as Learner(algo=...)"
             raise ConfigError("loss", loss.kind, hint)
-        done = self._inner.accumulate(
+        accumulated = self._inner.accumulate(
             batch.groups,
             step_of=batch.step_of,
             undone=batch.undone,
@@ -117,8 +118,8 @@ class Learner(Closing):
             algo=loss if isinstance(loss, Algorithm) else None,
             own_loss=None if isinstance(loss, Algorithm) else loss,
         )
-        self._pending.append(done)
-        return done.loss
+        self._pending.append(accumulated)
+        return accumulated.loss
 
     def step(self) -> StepReport:
         """An optimizer step from the gradients at hand. Its report has what a run records of a step; where a gradient
@@ -126,8 +127,8 @@ class Learner(Closing):
         without a `forward_backward` before, RunFailed if too many gradients in a row were not finite."""
         if not self._pending:
             raise UsageError("step() has no gradients: call forward_backward(rows) before")
-        pending, self._pending = self._pending, []
-        return self._inner.finish_step(pending)
+        accumulations, self._pending = self._pending, []
+        return self._inner.finish_step(accumulations)
 
     def weights(self, dtype: Dtype = "float32") -> Weights:
         """The current weights for `publish`, in the dtype of the fleet's engines (`fleet.dtype`), with what proves on
@@ -136,12 +137,17 @@ class Learner(Closing):
             self._scratch = OwnedFolder()
             (self._scratch.path / "weights").mkdir()
         # A new name each time: an engine may still be reading the file before.
-        path = self._scratch.path / "weights" / f"{time.time_ns()}.safetensors"
-        file = self._inner.export(path, dtype=getattr(torch, dtype))
-        train = self._inner.settings.train
-        proof = proof_of(self._inner, file.fingerprints, version=0, dtype=dtype, train=train)  # `publish` numbers it
+        weight_path = self._scratch.path / "weights" / f"{time.time_ns()}.safetensors"
+        weight_file = self._inner.export(weight_path, dtype=getattr(torch, dtype))
+        train_settings = self._inner.settings.train
+        # Version 0 until `publish` numbers it.
+        weight_proof = proof_of(self._inner, weight_file.fingerprints, version=0, dtype=dtype, train=train_settings)
         return Weights(
-            step=self.step_index, path=file.path, sha256=file.sha256, proof=proof, published=self._versions.__setitem__
+            step=self.step_index,
+            path=weight_file.path,
+            sha256=weight_file.sha256,
+            proof=weight_proof,
+            published=self._versions.__setitem__,
         )
 
     def save(self, folder: str | Path) -> Path:
@@ -169,7 +175,10 @@ class Learner(Closing):
         """Rows as a batch; those without one are of versions that this learner published."""
         if isinstance(rows, Batch):
             return rows
-        groups = tuple(row if isinstance(row, Group) else _group(number, row) for number, row in enumerate(rows, 1))
+        groups = tuple(
+            group_row if isinstance(group_row, Group) else _group(group_number, group_row)
+            for group_number, group_row in enumerate(rows, 1)
+        )
 
         def step_of(version: int) -> int:
             if version not in self._versions:
@@ -177,8 +186,8 @@ class Learner(Closing):
                 raise UsageError(f"this learner published no weight version {version}: {hint}")
             return self._versions[version]
 
-        bound = self._inner.settings.buffer.max_lag
-        return Batch(groups, self.step_index + 1, bound, step_of, lambda _: False)
+        lag_bound = self._inner.settings.buffer.max_lag
+        return Batch(groups, self.step_index + 1, lag_bound, step_of, lambda _: False)
 
 
 def _group(number: int, members: Iterable[Trajectory]) -> Group:

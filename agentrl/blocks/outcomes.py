@@ -25,11 +25,11 @@ async def score(
         raise ConfigError("concurrency", concurrency, "give 1 or more")
     if not deadline_s > 0:
         raise ConfigError("deadline_s", deadline_s, "give seconds above 0")
-    scored, tracebacks = list(trajectories), Tracebacks()
-    places = trio.CapacityLimiter(concurrency)
+    scored_trajectories, tracebacks = list(trajectories), Tracebacks()
+    limiter = trio.CapacityLimiter(concurrency)
 
     async def score_one(at: int, trajectory: Trajectory) -> None:
-        async with places:
+        async with limiter:
             try:
                 outcome = await rewarded(reward, trajectory, EnvCalls(trajectory.task.env, deadline_s))
             # Zero and no failure: the judge was there, and it was the work that it could not get through. A rewarder
@@ -38,12 +38,12 @@ async def score(
                 outcome = 0.0
             except InfrastructureError as error:
                 tracebacks.log(error, f"{trajectory.task.env}, seed {trajectory.task.seed}: {error}")
-                scored[at] = replace(trajectory, stop_reason=reason_of(error), outcome=None, success=None)
+                scored_trajectories[at] = replace(trajectory, stop_reason=reason_of(error), outcome=None, success=None)
                 return
-            scored[at] = replace(trajectory, outcome=outcome)
+            scored_trajectories[at] = replace(trajectory, outcome=outcome)
 
     async with trio.open_nursery() as nursery:
-        for place, trajectory in enumerate(scored):
+        for position, trajectory in enumerate(scored_trajectories):
             if trajectory.stop_reason is not None and trajectory.stop_reason.by_policy:
-                nursery.start_soon(score_one, place, trajectory)
-    return scored
+                nursery.start_soon(score_one, position, trajectory)
+    return scored_trajectories

@@ -41,23 +41,23 @@ async def publish(weights: Weights, fleet: EngineFleet, buffer: Buffer | None = 
     if not weights.path.exists():
         raise ConfigError("weights.path", str(weights.path), "it was removed: publish what learner.weights() gives now")
     if buffer is None:
-        version = WeightVersion(version=fleet.version + 1, step=weights.step)
+        weight_version = WeightVersion(version=fleet.version + 1, step=weights.step)
     else:
-        version = await trio.to_thread.run_sync(buffer.mint, weights.step)
+        weight_version = await trio.to_thread.run_sync(buffer.mint, weights.step)
         # Versions rise: a smaller number looks to a fleet like weights that it has had already, and the wait for it
         # would end without a reason.
-        if version.version <= fleet.version:
+        if weight_version.version <= fleet.version:
             hint = "the fleet serves a newer one that another loop published: start a fleet, or use that loop's buffer"
-            raise RunFailed(f"the buffer minted version {version.version}: {hint}")
+            raise RunFailed(f"the buffer minted version {weight_version.version}: {hint}")
     parcel = Parcel(
-        version=version.version,
+        version=weight_version.version,
         path=weights.path,
         sha256=weights.sha256,
-        canary=replace(weights.proof, version=version.version) if fleet.settings.canary else None,
+        canary=replace(weights.proof, version=weight_version.version) if fleet.settings.canary else None,
     )
     await fleet.take(parcel)
     # After the delivery: a version that no engine took has sampled nothing, and the learner must not know it.
-    weights.published(version.version, version.step)
+    weights.published(weight_version.version, weight_version.step)
     if buffer is not None:
-        await trio.to_thread.run_sync(buffer.confirm, version)
-    return version
+        await trio.to_thread.run_sync(buffer.confirm, weight_version)
+    return weight_version

@@ -82,11 +82,11 @@ class Rollouts:
         """Yield the trajectories group by group, as the last member of each ends. For a rollout without a buffer."""
         open_groups: dict[int, list[Trajectory]] = {}
         async for trajectory in self:
-            members = open_groups.setdefault(trajectory.group_id, [])
-            members.append(trajectory)
-            if len(members) == self.group_size:
+            group_members = open_groups.setdefault(trajectory.group_id, [])
+            group_members.append(trajectory)
+            if len(group_members) == self.group_size:
                 del open_groups[trajectory.group_id]
-                yield tuple(sorted(members, key=lambda one: one.member))
+                yield tuple(sorted(group_members, key=lambda one: one.member))
 
     group_size: int = 1
 
@@ -140,49 +140,49 @@ def rollout(
     there."""
     if group_size < 1:
         raise ConfigError("group_size", group_size, "give 1 or more")
-    chosen = _settings(settings, engine, group_size)
-    name, make_env = _environment(env)
-    source = _source(tasks, name, dict(kwargs or {}))
+    rollout_settings = _settings(settings, engine, group_size)
+    env_name, make_env = _environment(env)
+    task_source = _source(tasks, env_name, dict(kwargs or {}))
     context = RolloutContext(
         engine=engine.engine,
         renderer=engine.renderer,
         store=MemoryStore(),
-        settings=chosen,
+        settings=rollout_settings,
         make_env=make_env,
         rewarder=reward,
     )
     if buffer is None:
-        rollouts = Rollouts(engine, partial(_in_memory, source, group_size, context))
+        rollout_stream = Rollouts(engine, partial(_in_memory, task_source, group_size, context))
     else:
-        if not isinstance(source, TaskSource):
-            source = _Listed(source)
-        rollouts = Rollouts(engine, partial(_journaled, buffer, source, group_size, context, engine))
-    rollouts.group_size = group_size
-    return rollouts
+        if not isinstance(task_source, TaskSource):
+            task_source = _Listed(task_source)
+        rollout_stream = Rollouts(engine, partial(_journaled, buffer, task_source, group_size, context, engine))
+    rollout_stream.group_size = group_size
+    return rollout_stream
 
 
 async def _in_memory(
     tasks: Iterable[Task], group_size: int, context: RolloutContext, sender: trio.MemorySendChannel[Trajectory]
 ) -> None:
-    store = cast("MemoryStore", context.store)
-    places = trio.Semaphore(context.settings.max_running)
+    memory_store = cast("MemoryStore", context.store)
+    episode_slots = trio.Semaphore(context.settings.max_running)
 
     async def one(task: Task, group_id: int, member: int) -> None:
         try:
-            claim = store.claim(task, group_id=group_id, member=member, size=group_size)
+            claim = memory_store.claim(task, group_id=group_id, member=member, size=group_size)
             await play(claim, context)
-            trajectory, _ = store.take(claim.episode_id)
+            trajectory, _ = memory_store.take(claim.episode_id)
             await sender.send(trajectory)  # it keeps its place until then: nothing starts while nobody asks
         finally:
-            places.release()
+            episode_slots.release()
 
     async with trio.open_nursery() as nursery:
-        for group_id, task in enumerate(tasks, 1):
+        for group_id, group_task in enumerate(tasks, 1):
             for member in range(group_size):
                 # In this loop and not in the task: an endless source would otherwise start tasks without end, each of
                 # which waits for its place.
-                await places.acquire()
-                nursery.start_soon(one, task, group_id, member)
+                await episode_slots.acquire()
+                nursery.start_soon(one, group_task, group_id, member)
 
 
 async def _journaled(
@@ -195,27 +195,27 @@ async def _journaled(
 ) -> None:
     """Play `tasks` through the buffer's store as a run does, with an admitter and one worker, until cancelled. Sends
     each trajectory as it ends. Raises UsageError if the buffer did not mint the fleet's weight version."""
-    store, reader = buffer.store, buffer.reader
-    if not store.versions.knows_version(fleet.version):
+    run_store, reader = buffer.store, buffer.reader
+    if not run_store.versions.knows_version(fleet.version):
         hint = "publish(learner.weights(), fleet, buffer) before"
         raise UsageError(f"the fleet serves weight version {fleet.version}, which the buffer did not mint: {hint}")
     bounds = buffer.bounds(group_size, context.settings.max_running)
-    journal = JournalWriter(store, reader, disk_wait_s=_DISK_S)
-    ended: list[int] = []
-    news = trio.Event()
+    journal = JournalWriter(run_store, reader, disk_wait_s=_DISK_S)
+    ended_episode_ids: list[int] = []
+    episode_ended = trio.Event()
 
     # A callback of the worker, which cannot wait: `send_ended` waits for whoever iterates in its place.
     def on_end(episode_id: int) -> None:
-        ended.append(episode_id)
-        news.set()
+        ended_episode_ids.append(episode_id)
+        episode_ended.set()
 
     async def send_ended() -> None:
-        nonlocal news
+        nonlocal episode_ended
         while True:
-            while ended:
-                await sender.send(reader.reads.trajectory(ended.pop(0)))
-            news = trio.Event()
-            await news.wait()
+            while ended_episode_ids:
+                await sender.send(reader.reads.trajectory(ended_episode_ids.pop(0)))
+            episode_ended = trio.Event()
+            await episode_ended.wait()
 
     async def close_groups(aside: Aside[Any]) -> None:
         while True:
@@ -224,17 +224,19 @@ async def _journaled(
                 await aside(lambda one: one.buffer.expire(one.now(), context.settings.group_deadline_s))
             await trio.sleep(_EXPIRE_S)
 
-    PHASE.set(store, "train")
-    name = f"rollout-{id(context):x}"
-    worker = Worker(name, journal, replace(context, store=journal), buffer.groups_ahead, sharing=1, on_end=on_end)
-    aside = Aside[Any](store)
+    PHASE.set(run_store, "train")
+    worker_name = f"rollout-{id(context):x}"
+    rollout_worker = Worker(
+        worker_name, journal, replace(context, store=journal), buffer.groups_ahead, sharing=1, on_end=on_end
+    )
+    store_calls = Aside[Any](run_store)
     try:
         buffer.failure = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Admitter(store, tasks, bounds).run, aside)
-            nursery.start_soon(close_groups, aside)
+            nursery.start_soon(Admitter(run_store, tasks, bounds).run, store_calls)
+            nursery.start_soon(close_groups, store_calls)
             nursery.start_soon(send_ended)
-            await worker.run()
+            await rollout_worker.run()
             nursery.cancel_scope.cancel()
     except Exception as error:
         buffer.failure = cast("Exception", matters(error))  # whoever waits for groups gets it
@@ -243,7 +245,7 @@ async def _journaled(
         with trio.CancelScope(shield=True):
             # Claims that are not handed back look like those of a worker that still plays: the next opening would have
             # to wait for their end.
-            await journal.hand_back(name)
+            await journal.hand_back(worker_name)
             await journal.aclose()
 
 
@@ -258,27 +260,27 @@ class _Listed(TaskSource):
 
 
 def _settings(settings: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, group_size: int) -> Rollout:
-    table = settings.model_dump(exclude_unset=True) if isinstance(settings, Rollout) else dict(settings or {})
+    rollout_table = settings.model_dump(exclude_unset=True) if isinstance(settings, Rollout) else dict(settings or {})
     if fleet.max_context is not None:
-        table.setdefault("max_context", fleet.max_context)
-    chosen = read_section(Rollout, {**table, "group_size": group_size}, "rollout")
-    if fleet.max_context is not None and chosen.max_context > fleet.max_context:
+        rollout_table.setdefault("max_context", fleet.max_context)
+    rollout_settings = read_section(Rollout, {**rollout_table, "group_size": group_size}, "rollout")
+    if fleet.max_context is not None and rollout_settings.max_context > fleet.max_context:
         hint = f"the fleet was started with max_context = {fleet.max_context}: lower it, or raise that"
-        raise ConfigError("rollout.max_context", chosen.max_context, hint)
-    return chosen
+        raise ConfigError("rollout.max_context", rollout_settings.max_context, hint)
+    return rollout_settings
 
 
 def _environment(env: EnvLike) -> tuple[str, Callable[[Task], AsyncEnv]]:
     """The name of an environment in tasks, and what makes one. Raises UnknownIdError, before an episode can fail."""
     if isinstance(env, str):
-        name, make = env, registry.resolve("environments", env)
+        env_name, constructor = env, registry.resolve("environments", env)
     else:
-        name, make = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__name__)}", env
+        env_name, constructor = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__name__)}", env
 
     def made(task: Task) -> AsyncEnv:
-        return as_async(make(**task.kwargs)) if task.env == name else make_env(task)
+        return as_async(constructor(**task.kwargs)) if task.env == env_name else make_env(task)
 
-    return name, made
+    return env_name, made
 
 
 def _source(tasks: Tasks | None, env: str, kwargs: Mapping[str, Json]) -> TaskSource | Sequence[Task]:
@@ -293,12 +295,12 @@ def _source(tasks: Tasks | None, env: str, kwargs: Mapping[str, Json]) -> TaskSo
         if tasks < 1:
             raise ConfigError("tasks", tasks, "give 1 or more")
         return Seeds(env, kwargs=kwargs, size=tasks)
-    listed: list[Task] = []
+    listed_tasks: list[Task] = []
     for index, task in enumerate(tasks):
         if isinstance(task, Task):
-            listed.append(replace(task, env=env, kwargs={**kwargs, **task.kwargs}))
+            listed_tasks.append(replace(task, env=env, kwargs={**kwargs, **task.kwargs}))
         elif isinstance(task, int):  # pyright: ignore[reportUnnecessaryIsInstance] - a notebook gives anything
-            listed.append(Task(index=index, env=env, seed=task, kwargs=kwargs))
+            listed_tasks.append(Task(index=index, env=env, seed=task, kwargs=kwargs))
         else:
             raise ConfigError("tasks", task, "give tasks (agentrl.records.Task), seeds, or how many")
-    return listed
+    return listed_tasks

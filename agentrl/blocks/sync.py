@@ -57,30 +57,30 @@ class _Loop:
     def call(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Await `work` in the loop. If this thread is interrupted meanwhile, `work` is cancelled and has ended before
         the interrupt goes on."""
-        done: Future[_T] = Future()
-        scope = trio.CancelScope()
+        outcome_future: Future[_T] = Future()
+        cancel_scope = trio.CancelScope()
 
         async def run() -> None:
-            with scope:
+            with cancel_scope:
                 try:
-                    done.set_result(await work())
+                    outcome_future.set_result(await work())
                 except Exception as error:
-                    done.set_exception(matters(error))
-            if not done.done():
-                done.set_exception(UsageError("the loop of agentrl.blocks.sync has ended with its process"))
+                    outcome_future.set_exception(matters(error))
+            if not outcome_future.done():
+                outcome_future.set_exception(UsageError("the loop of agentrl.blocks.sync has ended with its process"))
 
         # In the loop's own nursery, which is open for the whole process: engines and episodes go on between two calls,
         # which no `trio.run` for each call could give.
         self._token.run_sync_soon(self.nursery.start_soon, run)
         try:
-            return done.result()
+            return outcome_future.result()
         # KeyboardInterrupt above all: a stopped cell must stop what it began, or the next cell finds the engines at
         # work for a call that nobody waits for.
         except BaseException:
-            if not done.done():
-                self._token.run_sync_soon(scope.cancel)
+            if not outcome_future.done():
+                self._token.run_sync_soon(cancel_scope.cancel)
                 with suppress(BaseException):
-                    done.result(_END_S)
+                    outcome_future.result(_END_S)
             raise
 
     def close(self) -> None:
@@ -121,14 +121,14 @@ class _Held(Generic[_T]):
         *,
         task_status: trio.TaskStatus[_T] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        opened = False
+        has_opened = False
         try:
-            async with context() as value:
-                task_status.started(value)
-                opened = True
+            async with context() as opened_value:
+                task_status.started(opened_value)
+                has_opened = True
                 await self._close.wait()
         except Exception:
-            if not opened:
+            if not has_opened:
                 raise
             log.exception("what was open did not close in order")  # the loop goes on
         finally:
