@@ -21,5 +21,6 @@ def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -
 
 def versions_in(names: Iterable[str]) -> frozenset[int]:
     """The versions of the policy's adapters among these names, of any role."""
-    matches = (re.fullmatch(rf"{POLICY}-([0-9]{{1,18}})(-.*)?", name) for name in names)  # as `vllm_api.parse_version`
-    return frozenset(int(match[1]) for match in matches if match)
+    # Digits as in `vllm_api.parse_version`.
+    name_matches = (re.fullmatch(rf"{POLICY}-([0-9]{{1,18}})(-.*)?", name) for name in names)
+    return frozenset(int(name_match[1]) for name_match in name_matches if name_match)

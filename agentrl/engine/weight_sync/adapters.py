@@ -91,17 +91,17 @@ class AdapterClient(EngineClient):
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
     ) -> tuple[float, ...]:
         """See `EngineClient.score`; without a `model`, the current adapter scores."""
-        version = await self._current()
-        if model is None and version is not None:
-            model = adapter_name(version)
+        current_version = await self._current()
+        if model is None and current_version is not None:
+            model = adapter_name(current_version)
         return await super().score(token_ids, deadline_s=deadline_s, model=model)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
-        versions = await loaded(self, deadline_s=deadline_s)
+        loaded_versions = await loaded(self, deadline_s=deadline_s)
         # An engine that restarted has no adapter, and answers with the version below: the router then holds it for
         # stale until it has been refitted (`test_an_engine_that_lost_its_adapter_is_stale_until_it_has_it_again`).
-        return max(versions) if versions else await super().served_version(deadline_s=deadline_s)
+        return max(loaded_versions) if loaded_versions else await super().served_version(deadline_s=deadline_s)
 
 
 async def load(
@@ -115,51 +115,55 @@ async def load(
     WeightSyncError naming the engines that did not confirm; the call may be repeated."""
     folder = Path(await trio.Path(folder).resolve())
     try:
-        files = [file for file in await trio.Path(folder).rglob("*") if await file.is_file()]
-        size = sum([(await file.stat()).st_size for file in files])
+        adapter_files = [file for file in await trio.Path(folder).rglob("*") if await file.is_file()]
+        total_bytes = sum([(await file.stat()).st_size for file in adapter_files])
     except OSError as error:
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: {error.strerror}") from error
     if not await trio.Path(folder).is_dir():
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
-    roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
+    role_names = sorted(
+        file.parent.name for file in adapter_files if file.name == _CONFIG and file.parent != trio.Path(folder)
+    )
     # None, the adapter of the policy itself, comes last: `loaded` takes its name for the sign that the version is
     # whole.
-    places = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
-    digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in places.items()}
+    role_folders = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*role_names, None)}
+    digests = {adapter: await trio.to_thread.run_sync(folder_digest, place) for adapter, place in role_folders.items()}
 
     async def load_into(engine: EngineClient) -> None:
-        for name, place in places.items():
+        for adapter, role_folder in role_folders.items():
             if is_near(engine.url):
                 try:
-                    await engine.dialect.load_adapter(engine, name, str(place), digests[name], deadline_s=deadline_s)
+                    await engine.dialect.load_adapter(
+                        engine, adapter, str(role_folder), digests[adapter], deadline_s=deadline_s
+                    )
                     continue
                 except (EngineUnavailable, EngineTimeout):
                     raise
                 except EngineError as error:  # perhaps it is in a container, or behind a tunnel
                     if not _unread(error):
                         raise
-                    why = error
-                engine_place = await _send(engine, name, place, deadline_s)
-                if engine_place is None:
-                    raise why
+                    read_error = error
+                engine_folder = await _send(engine, adapter, role_folder, deadline_s)
+                if engine_folder is None:
+                    raise read_error
             else:
-                engine_place = await _send(engine, name, place, deadline_s) or str(place)
-            await engine.dialect.load_adapter(engine, name, engine_place, digests[name], deadline_s=deadline_s)
+                engine_folder = await _send(engine, adapter, role_folder, deadline_s) or str(role_folder)
+            await engine.dialect.load_adapter(engine, adapter, engine_folder, digests[adapter], deadline_s=deadline_s)
 
-    started = trio.current_time()
+    started_at = trio.current_time()
     await _everywhere(engines, load_into, f"load adapter {adapter_name(version)}")
-    return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=size)
+    return PushReport(pause_s=0.0, total_s=trio.current_time() - started_at, bytes=total_bytes)
 
 
 def is_near(url: str) -> bool:
     """Whether a server is on this machine, by its address: it reads our files, unless it is in a container."""
     if socket_of(url) is not None:
         return True
-    host = urlsplit(url).hostname or ""
+    hostname = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(hostname).is_loopback
     except ValueError:
-        return host == "localhost"
+        return hostname == "localhost"
 
 
 def _unread(error: EngineError) -> bool:
@@ -173,9 +177,9 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
     receipt: dict[str, Any] = {}
     messages = uploads.messages(folder, f"{name}-{_SENDER}")
     while (message := await trio.to_thread.run_sync(next, messages, None)) is not None:
-        body: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
+        rpc_body: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
         try:
-            answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
+            answer = await engine.call("POST", "/collective_rpc", json=rpc_body, deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:
@@ -183,78 +187,79 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
         for receipt in results(answer):
             if "error" in receipt:
                 raise WeightSyncError(f"it did not take the files of {name}: {receipt['error']}")
-    if not isinstance(place := receipt.get("path"), str):
+    if not isinstance(engine_folder := receipt.get("path"), str):
         raise WeightSyncError(f"it took the files of {name} and names no folder")
-    return place
+    return engine_folder
 
 
 async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
     """Unload an adapter, and remove its files if they came over HTTP."""
     await engine.dialect.unload_adapter(engine, name, deadline_s=deadline_s)
-    if (message := uploads.forgetting(place)) is not None:
-        body: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
-        await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
+    if (drop_message := uploads.forgetting(place)) is not None:
+        rpc_body: dict[str, Json] = {"method": uploads.METHOD, "args": [drop_message]}
+        await engine.call("POST", "/collective_rpc", json=rpc_body, deadline_s=deadline_s)
 
 
 async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
     """Unload every version that is not in `keep` and that no request of an engine uses; returns those that some engine
     still has besides `keep`, whose folders must stay."""
-    remaining: set[int] = set()
+    remaining_versions: set[int] = set()
 
     async def unload(engine: EngineClient) -> None:
-        places = await _places(engine, deadline_s)
-        version_of = {name: version for name in places for version in versions_in([name])}
-        old = frozenset(version_of.values()) - frozenset(keep)
+        model_folders = await _places(engine, deadline_s)
+        version_of = {model_name: version for model_name in model_folders for version in versions_in([model_name])}
+        old_versions = frozenset(version_of.values()) - frozenset(keep)
         # Unloading an adapter under a running request would fail the request, or compute the rest of it with the
         # weights below.
-        busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
-        remaining.update(old & busy)
-        for name in sorted(name for name, version in version_of.items() if version in old - busy):
-            await _unload(engine, name, places[name], deadline_s)
+        busy_versions = await in_use(engine, deadline_s=deadline_s) if old_versions else frozenset[int]()
+        remaining_versions.update(old_versions & busy_versions)
+        idle_versions = old_versions - busy_versions
+        for model_name in sorted(name for name, version in version_of.items() if version in idle_versions):
+            await _unload(engine, model_name, model_folders[model_name], deadline_s)
 
     await _everywhere(engines, unload, "unload old adapters")
-    return frozenset(remaining)
+    return frozenset(remaining_versions)
 
 
 async def forget(engines: Sequence[EngineClient], version: int | None = None, *, deadline_s: float = 30.0) -> None:
     """Unload a past self; without `version` all of them, such as those of an earlier run."""
     version_pattern = r"\d+" if version is None else str(version)
-    pattern = re.compile(f"{LEAGUE}-{version_pattern}(-.*)?")
+    name_pattern = re.compile(f"{LEAGUE}-{version_pattern}(-.*)?")
 
     async def unload(engine: EngineClient) -> None:
-        for name, place in (await _places(engine, deadline_s)).items():
-            if pattern.fullmatch(name):
-                await _unload(engine, name, place, deadline_s)
+        for model_name, engine_folder in (await _places(engine, deadline_s)).items():
+            if name_pattern.fullmatch(model_name):
+                await _unload(engine, model_name, engine_folder, deadline_s)
 
     await _everywhere(engines, unload, "unload past selves")
 
 
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
-    names = await _places(engine, deadline_s)
-    return frozenset(version for version in versions_in(names) if adapter_name(version) in names)
+    model_folders = await _places(engine, deadline_s)
+    return frozenset(version for version in versions_in(model_folders) if adapter_name(version) in model_folders)
 
 
 async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
     """The names of an engine's models, and the folders that it has them from if it says so."""
     answer = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))
     try:
-        return {str(model["id"]): str(model.get("root")) for model in answer["data"]}
+        return {str(model_entry["id"]): str(model_entry.get("root")) for model_entry in answer["data"]}
     except (LookupError, TypeError, AttributeError) as error:
         raise EngineError(f"{engine.url} names its models in an unknown shape: {error!r}") from error
 
 
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that running or waiting requests of an engine use, at its last look."""
-    names = await engine.dialect.adapters_in_use(engine, deadline_s=deadline_s)
+    adapters_in_use = await engine.dialect.adapters_in_use(engine, deadline_s=deadline_s)
     # Roles' adapters are counted as their version: a version is retired as a whole, when no role's turn uses it any
     # more.
-    return versions_in(re.findall(rf"{POLICY}-\d+", names))
+    return versions_in(re.findall(rf"{POLICY}-\d+", adapters_in_use))
 
 
 def _stamped(chunk: Chunk, version: int) -> Chunk:
-    count = len(chunk.token_ids)
-    return replace(chunk, spans=(VersionSpan(version, 0, count),) if count else ())
+    token_count = len(chunk.token_ids)
+    return replace(chunk, spans=(VersionSpan(version, 0, token_count),) if token_count else ())
 
 
 async def _everywhere(
@@ -304,9 +309,9 @@ class AdapterTransport(WeightTransport):
         return await load(engines, parcel.path, parcel.version, deadline_s=deadline_s)
 
     async def retire(self, engines: Sequence[EngineClient], keep: Sequence[Parcel]) -> frozenset[int]:
-        versions = [parcel.version for parcel in keep]
+        kept_versions = [parcel.version for parcel in keep]
         try:
-            return await retire(engines, keep=versions, deadline_s=self._settings.admin_deadline_s)
+            return await retire(engines, keep=kept_versions, deadline_s=self._settings.admin_deadline_s)
         except EngineError:
             # Not known is not "none": the caller then removes no folder. An engine that is away for a moment may come
             # back and read the folder of a running turn's adapter.

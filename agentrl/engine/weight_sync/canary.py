@@ -59,8 +59,8 @@ def probe_tokens(vocab: int, length: int = 128, seed: int = 0) -> tuple[int, ...
     """The fixed probe of a model: `length` token ids, the same in every process."""
     # Random tokens, and no text: no tokenizer is needed, and random contexts use the whole embedding, of which a
     # sentence would touch a hundred rows.
-    rng = random.Random(f"agentrl canary {vocab} {seed}")
-    return tuple(rng.randrange(vocab) for _ in range(length))
+    generator = random.Random(f"agentrl canary {vocab} {seed}")
+    return tuple(generator.randrange(vocab) for _ in range(length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +137,14 @@ class CanaryResult:
         for all, 0 for none. None where the way is too short to stand out from noise, or the probes are not the same."""
         if canary.token_ids != self.canary.token_ids or not (canary.rounded and self.canary.rounded):
             return None
-        before = zip(self.logprobs, self.canary.logprobs, strict=True)
+        earlier_pairs = zip(self.logprobs, self.canary.logprobs, strict=True)
         # Both answers are off by as much as the earlier one was, each in its own way: hence the 2.
-        noise = math.sqrt(2 * sum((a - b) ** 2 for a, b in before) / len(logprobs))
+        noise = math.sqrt(2 * sum((engine - learner) ** 2 for engine, learner in earlier_pairs) / len(logprobs))
         noise = max(noise, _FLOOR[canary.dtype])
-        way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
-        if not is_beyond_noise(way, noise):
+        learner_way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
+        if not is_beyond_noise(learner_way, noise):
             return None
-        return share_of_way(way, [now - then for now, then in zip(logprobs, self.logprobs, strict=True)])
+        return share_of_way(learner_way, [now - then for now, then in zip(logprobs, self.logprobs, strict=True)])
 
 
 def is_beyond_noise(way: Sequence[float], noise: float) -> bool:
@@ -165,10 +165,13 @@ def allowed(dtype: Dtype, settings: EngineSettings) -> float:
     dtypes that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
     if not isinstance(settings.canary, bool):
         return settings.canary
-    options = settings.vllm
-    cache = str(options.get("kv-cache-dtype", "auto"))
-    rounds = "quantization" in options or cache not in ("auto", "bfloat16", "float16")
-    return max(TOLERANCE[dtype], QUANTIZED if rounds else TOLERANCE[cast("Dtype", cache)] if cache != "auto" else 0.0)
+    vllm_options = settings.vllm
+    cache_dtype = str(vllm_options.get("kv-cache-dtype", "auto"))
+    is_quantized = "quantization" in vllm_options or cache_dtype not in ("auto", "bfloat16", "float16")
+    return max(
+        TOLERANCE[dtype],
+        QUANTIZED if is_quantized else TOLERANCE[cast("Dtype", cache_dtype)] if cache_dtype != "auto" else 0.0,
+    )
 
 
 def beside(weights: Path) -> Path:
@@ -209,69 +212,77 @@ async def check(
     not take; `seen` is what engines answered before, by URL and role, for whoever asks them again and again, and is
     kept here. Raises CanaryMismatch if an engine computes with other weights, WeightSyncError if it serves another
     version."""
-    most = TOLERANCE[canary.dtype] if tolerance is None else tolerance
-    worst = 0.0
+    allowed_difference = TOLERANCE[canary.dtype] if tolerance is None else tolerance
+    worst_difference = 0.0
     for engine in engines:
-        served = await engine.served_version(deadline_s=deadline_s)
-        if served != canary.version:
-            raise WeightSyncError(f"canary: {engine.url} serves version {served}, not {canary.version}")
-        says = f"canary: {engine.url} says it serves version {canary.version}, but"
+        served_version = await engine.served_version(deadline_s=deadline_s)
+        if served_version != canary.version:
+            raise WeightSyncError(f"canary: {engine.url} serves version {served_version}, not {canary.version}")
+        complaint = f"canary: {engine.url} says it serves version {canary.version}, but"
         # First, since it is exact and names the layers; the probe alone says only that something is wrong.
-        if wrong := await _wrong(engine, canary, deadline_s):
-            raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
-        scores = await _scored(engine, canary, deadline_s)
-        apart, place = max(
-            (abs(a - b), place) for place, (a, b) in enumerate(zip(scores, canary.logprobs, strict=True))
+        if wrong_layers := await _wrong(engine, canary, deadline_s):
+            raise CanaryMismatch(f"{complaint} its layers compute with other weights; not taken: {_few(wrong_layers)}")
+        engine_logprobs = await _scored(engine, canary, deadline_s)
+        difference, position = max(
+            (abs(logprob - expected), position)
+            for position, (logprob, expected) in enumerate(zip(engine_logprobs, canary.logprobs, strict=True))
         )
-        if not near(scores, canary.logprobs, most, canary.dtype):
+        if not near(engine_logprobs, canary.logprobs, allowed_difference, canary.dtype):
             raise CanaryMismatch(
-                f"{says} the log-prob of probe token {place + 1} is {apart:.3g} nats from the learner's "
-                f"({scores[place]:.4f}, not {canary.logprobs[place]:.4f}; "
-                f"rounding explains {most:g}, see engine.canary): "
+                f"{complaint} the log-prob of probe token {position + 1} is {difference:.3g} nats from the learner's "
+                f"({engine_logprobs[position]:.4f}, not {canary.logprobs[position]:.4f}; "
+                f"rounding explains {allowed_difference:g}, see engine.canary): "
                 f"{await _layers(engine, canary, update_info, deadline_s)}"
             )
         if seen is not None:
-            _follow(says, canary, scores, seen, engine.url)
-        worst = max(worst, apart)
-        for role, logprobs in canary.by_role.items():
-            model = adapter_name(canary.version, role)
-            of_role = replace(canary, logprobs=logprobs, fingerprints={}, by_role={})
-            role_scores = await _scored(engine, canary, deadline_s, model)
-            apart = max(abs(a - b) for a, b in zip(role_scores, logprobs, strict=True))
-            if not near(role_scores, logprobs, most, canary.dtype):
-                raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
-            share = CanaryResult(canary, scores).share(of_role, role_scores)
-            if share is not None and share < 0.5:
+            _follow(complaint, canary, engine_logprobs, seen, engine.url)
+        worst_difference = max(worst_difference, difference)
+        for role, role_logprobs in canary.by_role.items():
+            role_adapter = adapter_name(canary.version, role)
+            role_canary = replace(canary, logprobs=role_logprobs, fingerprints={}, by_role={})
+            role_scores = await _scored(engine, canary, deadline_s, role_adapter)
+            difference = max(
+                abs(logprob - expected) for logprob, expected in zip(role_scores, role_logprobs, strict=True)
+            )
+            if not near(role_scores, role_logprobs, allowed_difference, canary.dtype):
                 raise CanaryMismatch(
-                    f"{says} its adapter {model!r} computes as the policy without it: the learner's two log-probs of "
-                    f"the probe differ far beyond the noise, and the engine's by {share:.0%} of that"
+                    f"{complaint} its adapter {role_adapter!r} is {difference:.3g} nats from the learner's"
+                )
+            followed_share = CanaryResult(canary, engine_logprobs).share(role_canary, role_scores)
+            if followed_share is not None and followed_share < 0.5:
+                raise CanaryMismatch(
+                    f"{complaint} its adapter {role_adapter!r} computes as the policy without it: the learner's two "
+                    f"log-probs of the probe differ far beyond the noise, and the engine's by {followed_share:.0%} of "
+                    "that"
                 )
             if seen is not None:
-                _follow(f"{says} with the adapter {model!r}", of_role, role_scores, seen, f"{engine.url} {role}")
-            worst = max(worst, apart)
-    return worst
+                role_complaint = f"{complaint} with the adapter {role_adapter!r}"
+                _follow(role_complaint, role_canary, role_scores, seen, f"{engine.url} {role}")
+            worst_difference = max(worst_difference, difference)
+    return worst_difference
 
 
 def near(logprobs: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
     """Whether they are as near as `most` allows: see `TOLERANCE`. A NaN is beyond every tolerance."""
-    apart = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+    differences = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
     if dtype != "bfloat16" or most >= QUANTIZED:
-        return max(apart) <= most and not any(map(math.isnan, apart))
+        return max(differences) <= most and not any(map(math.isnan, differences))
     # In bfloat16 a deep model rounds a few tokens far off: the quadratic mean has the tolerance, one token has more.
-    return math.hypot(*apart) <= most * math.sqrt(len(apart)) and max(apart) <= _ALONE * most
+    return math.hypot(*differences) <= most * math.sqrt(len(differences)) and max(differences) <= _ALONE * most
 
 
 def _follow(says: str, canary: Canary, logprobs: tuple[float, ...], seen: dict[str, CanaryResult], url: str) -> None:
     """Keep the engine's answer once its way was judged. Raises CanaryMismatch if it is nearer to where it was."""
-    last = seen.get(url)
-    share = None if last is None else last.share(canary, logprobs)
-    if last is not None and share is not None and share < 0.5:
+    last_result = seen.get(url)
+    followed_share = None if last_result is None else last_result.share(canary, logprobs)
+    if last_result is not None and followed_share is not None and followed_share < 0.5:
         raise CanaryMismatch(
-            f"{says} it computes with the weights of version {last.canary.version}: since then the learner's log-probs "
-            f"of the probe have moved far beyond the noise, and the engine's went {share:.0%} of the way"
+            f"{says} it computes with the weights of version {last_result.canary.version}: since then the learner's "
+            f"log-probs of the probe have moved far beyond the noise, and the engine's went {followed_share:.0%} of "
+            "the way"
         )
     # An answer that was not judged does not replace the earlier one, so that the learner's way from there adds up.
-    if last is None or share is not None:
+    if last_result is None or followed_share is not None:
         seen[url] = CanaryResult(canary, logprobs)
 
 
@@ -279,23 +290,23 @@ async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> lis
     """The layers whose weights are not the canary's, as far as the engine and the canary can say."""
     if not canary.fingerprints:
         return []
-    body: dict[str, Json] = {"method": "agentrl_fingerprints"}
+    rpc_body: dict[str, Json] = {"method": "agentrl_fingerprints"}
     try:
-        answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
+        answer = await engine.call("POST", "/collective_rpc", json=rpc_body, deadline_s=deadline_s)
     except (EngineUnavailable, EngineTimeout):
         raise
     except EngineError:  # it has no such call
         return []
     fingerprints: dict[str, str] = {}
-    for worker in results(answer, dtype=str, fingerprints=dict):
-        if worker["dtype"] == canary.dtype:
-            fingerprints |= worker["fingerprints"]
+    for worker_result in results(answer, dtype=str, fingerprints=dict):
+        if worker_result["dtype"] == canary.dtype:
+            fingerprints |= worker_result["fingerprints"]
     return fingerprint.differences(canary.fingerprints, fingerprints)
 
 
 def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+    remainder = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{remainder}"
 
 
 async def _layers(engine: EngineClient, canary: Canary, update_info: dict[str, Json] | None, deadline_s: float) -> str:
@@ -304,15 +315,15 @@ async def _layers(engine: EngineClient, canary: Canary, update_info: dict[str, J
         return "which layers were not taken is not known"
     # The file first: a fault of the learner's export would otherwise be reported as that of every engine that took it
     # faithfully.
-    if wrong := await trio.to_thread.run_sync(_wrong_in_file, canary, Path(str(update_info["path"]))):
-        return f"the file that was sent is wrong: {_few(wrong)}"
+    if wrong_tensors := await trio.to_thread.run_sync(_wrong_in_file, canary, Path(str(update_info["path"]))):
+        return f"the file that was sent is wrong: {_few(wrong_tensors)}"
     try:
-        not_taken = await untaken(engine, update_info, deadline_s=deadline_s)
+        untaken_layers = await untaken(engine, update_info, deadline_s=deadline_s)
     except EngineError as error:
         return f"which layers were not taken is not known ({error})"
-    if not not_taken:
+    if not untaken_layers:
         return "every layer computes what the file says, so learner and engine disagree about the model itself"
-    return f"not taken: {_few(not_taken)}"
+    return f"not taken: {_few(untaken_layers)}"
 
 
 def _wrong_in_file(canary: Canary, path: Path) -> list[str]:
@@ -323,14 +334,14 @@ def _wrong_in_file(canary: Canary, path: Path) -> list[str]:
         fingerprints = fingerprint.of_file(weight_file.open_bytes(path), canary.dtype)
     except WeightSyncError:  # a delta, or gone
         return []
-    names = {name for name in canary.fingerprints if not name.endswith(fingerprint.TRANSPOSED)}
-    lacking = sorted(f"{name} (not in the file)" for name in names - fingerprints.keys())
-    return lacking + fingerprint.differences(canary.fingerprints, fingerprints)
+    expected_names = {name for name in canary.fingerprints if not name.endswith(fingerprint.TRANSPOSED)}
+    missing_tensors = sorted(f"{name} (not in the file)" for name in expected_names - fingerprints.keys())
+    return missing_tensors + fingerprint.differences(canary.fingerprints, fingerprints)
 
 
 async def untaken(engine: EngineClient, update_info: dict[str, Json], *, deadline_s: float) -> list[str]:
     """The weights of a file, by name, that the engine's layers do not compute with. Raises EngineError if the engine
     cannot say (it lacks our plugin)."""
-    body: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
-    answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
+    rpc_body: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
+    answer = await engine.call("POST", "/collective_rpc", json=rpc_body, deadline_s=deadline_s)
     return list(map(str, results(answer, untaken=list)[0]["untaken"]))

@@ -43,21 +43,21 @@ class DeltaTransport(FileTransport):
             if self._stored is not None or base is None:
                 yield
                 return
-            path = parcel.path.with_suffix(".delta")
-            await trio.to_thread.run_sync(_write, base.path, parcel.path, path)
-            self._delta = path
+            delta_path = parcel.path.with_suffix(".delta")
+            await trio.to_thread.run_sync(_write, base.path, parcel.path, delta_path)
+            self._delta = delta_path
             try:
                 yield
             finally:
                 self._delta = None
                 # After the delivery, and not with the version: an engine that missed it gets the whole file, since
                 # the digest of its own weights is not the delta's base.
-                path.unlink(missing_ok=True)
+                delta_path.unlink(missing_ok=True)
 
     async def deliver(self, engines: Sequence[EngineClient], parcel: Parcel, base: Parcel | None) -> PushReport:
         return await self._push(engines, parcel, self._delta if base is not None else None, base)
 
 
 def _write(base: Path, new: Path, path: Path) -> None:
-    old, fresh = weight_file.open_bytes(base), weight_file.open_bytes(new)
-    weight_file.write_delta(old, fresh, path, width=weight_file.width(fresh))
+    base_bytes, new_bytes = weight_file.open_bytes(base), weight_file.open_bytes(new)
+    weight_file.write_delta(base_bytes, new_bytes, path, width=weight_file.width(new_bytes))

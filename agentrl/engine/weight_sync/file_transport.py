@@ -51,19 +51,19 @@ async def push(
 
     Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
     weights, and the call may be repeated."""
-    infos: list[dict[str, Json]] = []
-    size = 0
-    for part in [path] if isinstance(path, Path | str) else path:
-        full_path, bytes_, digest = await trio.to_thread.run_sync(_locate, part, sha256, deadline_s)
-        size += bytes_
-        infos.append(update_info(full_path, digest, base_sha256, version=version, deadline_s=deadline_s))
-    started = trio.current_time()
-    pauses: list[float] = []
-    failures, unseen = list[str](), list[bool]()
+    update_infos: list[dict[str, Json]] = []
+    total_bytes = 0
+    for weight_part in [path] if isinstance(path, Path | str) else path:
+        full_path, part_bytes, part_digest = await trio.to_thread.run_sync(_locate, weight_part, sha256, deadline_s)
+        total_bytes += part_bytes
+        update_infos.append(update_info(full_path, part_digest, base_sha256, version=version, deadline_s=deadline_s))
+    started_at = trio.current_time()
+    pauses_s: list[float] = []
+    failures, unseen_by_engine = list[str](), list[bool]()
 
-    update = WeightUpdate(
+    weight_update = WeightUpdate(
         version=version,
-        files=infos,
+        files=update_infos,
         stage=stage,
         second=second,
         clear_cache=clear_cache,
@@ -72,33 +72,33 @@ async def push(
     )
 
     async def update_one(client: EngineClient) -> float:
-        paused = await client.dialect.take_weights(client, update, deadline_s=deadline_s)
+        paused_s = await client.dialect.take_weights(client, weight_update, deadline_s=deadline_s)
         # An answer of 200 to `finish` is the server's word. The version comes from another call, and catches a server
         # that restarted in between and answers for the weights it began with.
-        served = await client.served_version(deadline_s=deadline_s)
-        if served != version:
-            raise WeightSyncError(f"it serves version {served} after the update")
+        served_version = await client.served_version(deadline_s=deadline_s)
+        if served_version != version:
+            raise WeightSyncError(f"it serves version {served_version} after the update")
         client.version = version
-        return paused
+        return paused_s
 
     async def push_to(engine: str | EngineClient) -> None:
-        client = EngineClient(engine) if isinstance(engine, str) else engine
+        engine_client = EngineClient(engine) if isinstance(engine, str) else engine
         try:
             with trio.fail_after(deadline_s):
-                pauses.append(await update_one(client))
+                pauses_s.append(await update_one(engine_client))
         # The calls under way are abandoned, and the engine may yet finish the update. Whoever asks next sees its
         # version: pushing again is safe, and so is finding it there already.
         except trio.TooSlowError:
-            unseen.append(False)
-            failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
+            unseen_by_engine.append(False)
+            failures.append(f"{engine_client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
-            hint = _NO_SHARED_DISK if _is_unseen(error, infos) else ""
-            unseen.append(bool(hint))
-            failures.append(f"{client.url} did not take version {version}: {error}{hint}")
+            hint = _NO_SHARED_DISK if _is_unseen(error, update_infos) else ""
+            unseen_by_engine.append(bool(hint))
+            failures.append(f"{engine_client.url} did not take version {version}: {error}{hint}")
         finally:
             if isinstance(engine, str):
                 with trio.CancelScope(shield=True):  # closes sockets, waits for nothing
-                    await client.aclose()
+                    await engine_client.aclose()
 
     async with trio.open_nursery() as nursery:
         for engine in engines:
@@ -106,30 +106,30 @@ async def push(
     if failures:
         # Only if all engines fail for this reason is it the run's set-up: that is worth ending a run for at its
         # start, with the setting to change.
-        raise (FilesUnseen if all(unseen) else WeightSyncError)("; ".join(sorted(failures)))
-    total = trio.current_time() - started
-    return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
+        raise (FilesUnseen if all(unseen_by_engine) else WeightSyncError)("; ".join(sorted(failures)))
+    total_s = trio.current_time() - started_at
+    return PushReport(pause_s=max(pauses_s, default=0.0), total_s=total_s, bytes=total_bytes)
 
 
 def _locate(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Path | str, int, str]:
     """A file's place, as any process can name it, the bytes that an engine reads, and the digest of the weights. Raises
     WeightSyncError."""
     if isinstance(path, str):
-        folder, _, name = path.rpartition("/")
-        entry = object_store.ObjectFolder(folder, deadline_s=deadline_s).entry(name)
-        return path, entry.object_bytes, sha256 or entry.sha256
+        folder_url, _, entry_name = path.rpartition("/")
+        store_entry = object_store.ObjectFolder(folder_url, deadline_s=deadline_s).entry(entry_name)
+        return path, store_entry.object_bytes, sha256 or store_entry.sha256
     try:
-        place, size = path.resolve(), path.stat().st_size
+        resolved_path, file_bytes = path.resolve(), path.stat().st_size
     except OSError as error:
         raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    return place, size, sha256 or weight_file.digest(weight_file.open_bytes(place))
+    return resolved_path, file_bytes, sha256 or weight_file.digest(weight_file.open_bytes(resolved_path))
 
 
 def _is_unseen(error: EngineError, infos: Sequence[dict[str, Json]]) -> bool:
     """Whether an engine says that it cannot read a file which is there. The words are those of our server and of our
     plugin in vLLM, whose answers have no other field for it."""
-    paths = [str(info["path"]) for info in infos if not object_store.is_url(info["path"])]
-    return "cannot read" in error.reason and any(path in error.reason for path in paths)
+    sent_paths = [str(file_info["path"]) for file_info in infos if not object_store.is_url(file_info["path"])]
+    return "cannot read" in error.reason and any(sent_path in error.reason for sent_path in sent_paths)
 
 
 _NO_SHARED_DISK: Final = (
@@ -149,11 +149,11 @@ def update_info(
 ) -> dict[str, Json]:
     """How a weight file is named to an engine, with the version that it belongs to; `deadline_s` is that of each object
     of a store."""
-    info: dict[str, Json] = {"path": str(path)}
+    file_info: dict[str, Json] = {"path": str(path)}
     if object_store.is_url(path) and deadline_s is not None:
-        info["deadline_s"] = deadline_s
-    more = (("sha256", sha256), ("base_sha256", base_sha256), ("version", version))
-    return info | {key: value for key, value in more if value is not None}
+        file_info["deadline_s"] = deadline_s
+    optional_fields = (("sha256", sha256), ("base_sha256", base_sha256), ("version", version))
+    return file_info | {key: value for key, value in optional_fields if value is not None}
 
 
 class FileTransport(WeightTransport):
@@ -172,8 +172,8 @@ class FileTransport(WeightTransport):
         # Again with the same parcel if no engine took it: the object is in the store already then, and uploading it
         # again would take as long as the first time.
         if self._outbox is not None and (self._stored is None or self._stored[0] != parcel.version):
-            sent = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
-            self._stored = (parcel.version, sent)
+            stored_version = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
+            self._stored = (parcel.version, stored_version)
         yield
 
     async def deliver(self, engines: Sequence[EngineClient], parcel: Parcel, base: Parcel | None) -> PushReport:
@@ -184,13 +184,13 @@ class FileTransport(WeightTransport):
     ) -> PushReport:
         """Push the object in the store, else `delta` against `base`, else the file."""
         settings = self._settings
-        use = delta if self._stored is None else None
+        usable_delta = delta if self._stored is None else None
         return await push(
             engines,
-            self._stored[1].url if self._stored is not None else use or parcel.path,
+            self._stored[1].url if self._stored is not None else usable_delta or parcel.path,
             parcel.version,
             sha256=parcel.sha256,
-            base_sha256=base.sha256 if use is not None and base is not None else None,
+            base_sha256=base.sha256 if usable_delta is not None and base is not None else None,
             keep_base=True if self.deltas else None,
             stage=settings.kind == "vllm",
             second=True,

@@ -31,8 +31,8 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 def columns(width: int) -> list[int]:
     """The columns that count in a matrix of so many; the same everywhere."""
-    rng = random.Random(f"agentrl fingerprint {width}")
-    return sorted(rng.sample(range(width), min(_COLUMNS, width)))
+    generator = random.Random(f"agentrl fingerprint {width}")
+    return sorted(generator.sample(range(width), min(_COLUMNS, width)))
 
 
 def of(values: NDArray[Any]) -> str:
@@ -46,15 +46,15 @@ def of(values: NDArray[Any]) -> str:
 def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Fingerprint torch vectors and matrices by name; of a square matrix also its transpose, as `NAME transposed`."""
     fingerprints: dict[str, str] = {}
-    for name, tensor in tensors.items():
+    for tensor_name, tensor in tensors.items():
         if tensor.dim() == 1:
-            fingerprints[name] = of(tensor.float().cpu().numpy())
+            fingerprints[tensor_name] = of(tensor.float().cpu().numpy())
         elif tensor.dim() == 2:
-            chosen = columns(tensor.shape[1])
-            fingerprints[name] = of(tensor[:, chosen].float().cpu().numpy())
+            chosen_columns = columns(tensor.shape[1])
+            fingerprints[tensor_name] = of(tensor[:, chosen_columns].float().cpu().numpy())
             # Only a square matrix can be loaded transposed without an error: any other shape is refused at once.
             if tensor.shape[0] == tensor.shape[1]:
-                fingerprints[f"{name}{TRANSPOSED}"] = of(tensor[chosen].T.float().cpu().numpy())
+                fingerprints[f"{tensor_name}{TRANSPOSED}"] = of(tensor[chosen_columns].T.float().cpu().numpy())
     return fingerprints
 
 
@@ -65,10 +65,10 @@ def of_file(data: Bytes, dtype: str) -> dict[str, str]:
     for place in weight_file.places(data):
         if place.dtype in _READ and len(place.shape) in (1, 2):
             tensor = data[place.start : place.end].view(_READ[place.dtype]).reshape(place.shape)
-            values = tensor if tensor.ndim == 1 else tensor[:, columns(place.shape[1])]
+            tensor_values = tensor if tensor.ndim == 1 else tensor[:, columns(place.shape[1])]
             if place.dtype == "BF16":  # the upper half of a float32
-                values = (values.astype(np.uint32) << 16).view(np.float32)
-            fingerprints[place.name] = of(_rounded(values, dtype))
+                tensor_values = (tensor_values.astype(np.uint32) << 16).view(np.float32)
+            fingerprints[place.name] = of(_rounded(tensor_values, dtype))
     return fingerprints
 
 
@@ -76,10 +76,10 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Round to the nearest value of `dtype`, to the even one of two."""
     if dtype != "bfloat16":
         return values.astype(dtype)
-    bits = values.astype(np.float32).view(np.uint32)
+    float_bits = values.astype(np.float32).view(np.uint32)
     # numpy has no bfloat16. Rounding to nearest, ties to even, is torch's rule, and one bit of difference would be
     # another fingerprint.
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return ((float_bits + 0x7FFF + ((float_bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 _READ: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -88,20 +88,20 @@ _READ: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16
 def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """The names of an engine's tensors whose weights are not the `expected` ones, each with the tensor whose weights it
     has instead, if that is known. A name that is not expected is skipped."""
-    owners = {mark: name for name, mark in expected.items()}
-    wrong: list[str] = []
-    for name, mark in sorted(actual.items()):
-        if name.endswith(TRANSPOSED):
+    name_of_fingerprint = {fingerprint: tensor_name for tensor_name, fingerprint in expected.items()}
+    wrong_tensors: list[str] = []
+    for tensor_name, fingerprint in sorted(actual.items()):
+        if tensor_name.endswith(TRANSPOSED):
             continue
-        tied = name == _OUTPUT and name not in expected
-        source = _EMBEDDING if tied else name
-        if source not in expected or expected[source] == mark:
+        is_tied = tensor_name == _OUTPUT and tensor_name not in expected
+        source_name = _EMBEDDING if is_tied else tensor_name
+        if source_name not in expected or expected[source_name] == fingerprint:
             continue
-        label = f"lm_head (tied to {_EMBEDDING})" if tied else name
-        owner = owners.get(mark)
-        if owner == f"{name}{TRANSPOSED}":
-            label += " (holds its transpose)"
-        elif owner is not None:
-            label += f" (holds {owner})"
-        wrong.append(label)
-    return wrong
+        tensor_label = f"lm_head (tied to {_EMBEDDING})" if is_tied else tensor_name
+        owner_name = name_of_fingerprint.get(fingerprint)
+        if owner_name == f"{tensor_name}{TRANSPOSED}":
+            tensor_label += " (holds its transpose)"
+        elif owner_name is not None:
+            tensor_label += f" (holds {owner_name})"
+        wrong_tensors.append(tensor_label)
+    return wrong_tensors

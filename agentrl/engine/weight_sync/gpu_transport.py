@@ -67,7 +67,7 @@ class Transfer:
         `deadline_s` each. `clear_cache` as in `weights.push`.
 
         Raises WeightSyncError naming the engines that failed. The call may be repeated."""
-        started = trio.current_time()
+        started_at = trio.current_time()
         try:
             await self._join(engines, snapshot, version, deadline_s)
             pause_s = await self._send(engines, snapshot, version, deadline_s, clear_cache)
@@ -77,28 +77,30 @@ class Transfer:
             await self._leave()
             raise
         self._version = version
-        total_s = trio.current_time() - started
+        total_s = trio.current_time() - started_at
         return PushReport(pause_s=pause_s, total_s=total_s, bytes=snapshot.size_bytes)
 
     async def _join(
         self, engines: Sequence[EngineClient], snapshot: WeightsInMemory, version: int, deadline_s: float
     ) -> None:
-        urls = tuple(engine.url for engine in engines)
-        served = await _each(engines, version, lambda engine: engine.served_version(deadline_s=deadline_s))
+        engine_urls = tuple(engine.url for engine in engines)
+        served_versions = await _each(engines, version, lambda engine: engine.served_version(deadline_s=deadline_s))
         # A channel is a group of ranks: an engine that died and came back is none of them any more, and a broadcast
         # would wait for it until the deadline. That it serves the last version shows that it never left.
-        if self._channel is not None and urls == self._urls and set(served.values()) == {self._version}:
+        if self._channel is not None and engine_urls == self._urls and set(served_versions.values()) == {self._version}:
             return
         await self._leave()
         await _each(engines, version, lambda engine: _release(engine, deadline_s))
-        workers = await _each(engines, version, lambda engine: _workers(engine, deadline_s))
-        calls = _Calls(engines, version, deadline_s, workers)
+        worker_counts = await _each(engines, version, lambda engine: _workers(engine, deadline_s))
+        engine_calls = _Calls(engines, version, deadline_s, worker_counts)
 
         def join() -> WeightChannel:
-            return self._sender.join(calls, snapshot, world=sum(workers.values()), address=_address(urls))
+            return self._sender.join(
+                engine_calls, snapshot, world=sum(worker_counts.values()), address=_address(engine_urls)
+            )
 
-        self._channel = await calls.during(join)
-        self._urls = urls
+        self._channel = await engine_calls.during(join)
+        self._urls = engine_urls
 
     async def _send(
         self,
@@ -109,18 +111,18 @@ class Transfer:
         clear_cache: bool,
     ) -> float:
         """The update itself; returns the seconds without generation."""
-        channel, calls = self._channel, _Calls(engines, version, deadline_s)
+        channel, engine_calls = self._channel, _Calls(engines, version, deadline_s)
         assert channel is not None
-        how = {"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
-        started = trio.current_time()
-        await calls.post("/pause", params=how)
-        await calls.during(lambda: channel.send(calls, snapshot))
-        await calls.post("/resume")
-        pause_s = trio.current_time() - started
+        pause_params = {"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
+        started_at = trio.current_time()
+        await engine_calls.post("/pause", params=pause_params)
+        await engine_calls.during(lambda: channel.send(engine_calls, snapshot))
+        await engine_calls.post("/resume")
+        pause_s = trio.current_time() - started_at
         for engine in engines:
-            served = await engine.served_version(deadline_s=deadline_s)
-            if served != version:
-                raise WeightSyncError(f"{engine.url} serves version {served} after the update to {version}")
+            served_version = await engine.served_version(deadline_s=deadline_s)
+            if served_version != version:
+                raise WeightSyncError(f"{engine.url} serves version {served_version} after the update to {version}")
             engine.version = version
         return pause_s
 
@@ -159,9 +161,9 @@ class _Calls:
             raise self._refusal or error from None
         finally:
             self._over = True
-        names = ", ".join(engine.url for engine in self._engines)
+        engine_urls = ", ".join(engine.url for engine in self._engines)
         raise self._refusal or WeightSyncError(
-            f"{names} did not take version {self._version} within {self._deadline_s:g} s (half of "
+            f"{engine_urls} did not take version {self._version} within {self._deadline_s:g} s (half of "
             "engine.liveness_deadline_s)"
         )
 
@@ -176,8 +178,8 @@ class _Calls:
         """One call to every engine, with the `body` for its URL."""
 
         async def receive(engine: EngineClient) -> None:
-            json = None if body is None else body(engine.url)
-            await engine.call("POST", path, deadline_s=self._deadline_s, json=json, params=params)
+            json_body = None if body is None else body(engine.url)
+            await engine.call("POST", path, deadline_s=self._deadline_s, json=json_body, params=params)
 
         await _each(self._engines, self._version, receive, first_ends=first_ends)
 
@@ -202,16 +204,16 @@ class _Calls:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every engine's workers follow those of the engines before it."""
-        offsets: dict[str, int] = {}
-        ahead = init_info.get("rank_offset", 0)
+        rank_offsets: dict[str, int] = {}
+        next_rank = init_info.get("rank_offset", 0)
         # Ranks in one NCCL group are one after the other: the learner has 0, each engine begins where the one before
         # it ends.
-        for url, workers in self._workers.items():
-            offsets[url] = ahead
-            ahead += workers
+        for engine_url, worker_count in self._workers.items():
+            rank_offsets[engine_url] = next_rank
+            next_rank += worker_count
 
         def body(url: str) -> dict[str, Json]:
-            rank_offset = {"rank_offset": offsets[url]} if "rank_offset" in init_info else {}
+            rank_offset = {"rank_offset": rank_offsets[url]} if "rank_offset" in init_info else {}
             return {"init_info": {**init_info, **rank_offset}}
 
         self._from_sender("/init_weight_transfer_engine", body)
@@ -220,8 +222,8 @@ class _Calls:
         self._from_sender("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        info = _json_safe(update_info)
-        self._from_sender("/update_weights", lambda _: {"update_info": info})
+        json_info = _json_safe(update_info)
+        self._from_sender("/update_weights", lambda _: {"update_info": json_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._from_sender("/finish_weight_update", lambda _: {"weight_version": str(self._version)})
@@ -259,28 +261,28 @@ async def _release(engine: EngineClient, deadline_s: float) -> None:
     """Have an engine forget a sender before this one, and the update that it left open."""
     # Of a learner that died in the midst: the engine still waits for the rest of its broadcast, and refuses a second
     # sender.
-    for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
+    for api_path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
         with suppress(EngineUnavailable):  # there is none
-            await engine.call("POST", path, json={}, deadline_s=deadline_s)
+            await engine.call("POST", api_path, json={}, deadline_s=deadline_s)
 
 
 async def _workers(engine: EngineClient, deadline_s: float) -> int:
-    size = parse_json(await engine.call("GET", "/get_world_size", deadline_s=deadline_s)).get("world_size")
-    if type(size) is not int or size < 1:
-        raise EngineError(f"the engine says that its world_size is {size!r:.80}")
-    return size
+    world_size = parse_json(await engine.call("GET", "/get_world_size", deadline_s=deadline_s)).get("world_size")
+    if type(world_size) is not int or world_size < 1:
+        raise EngineError(f"the engine says that its world_size is {world_size!r:.80}")
+    return world_size
 
 
 def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:
     """CUDA IPC handles hold what JSON does not: vLLM takes them pickled, where it was started to."""
-    info = dict(update_info)
-    handles = info.pop("ipc_handles", None)
-    info.pop("ipc_handles_pickled", None)
-    if handles is not None:
+    json_info = dict(update_info)
+    ipc_handles = json_info.pop("ipc_handles", None)
+    json_info.pop("ipc_handles_pickled", None)
+    if ipc_handles is not None:
         # Pickled only towards the engine. The danger lies in its unpickling, and it has to be started with a flag
         # that says so.
-        info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-    return info
+        json_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(ipc_handles)).decode()
+    return json_info
 
 
 def _address(urls: Sequence[str]) -> str:
@@ -290,13 +292,13 @@ def _address(urls: Sequence[str]) -> str:
     for url in urls:
         if socket_of(url) is not None:
             continue  # it is on this machine
-        place = urlsplit(url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+        url_parts = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:  # connecting one sends nothing
             try:
-                probe.connect((place.hostname or "127.0.0.1", place.port or 80))
+                probe_socket.connect((url_parts.hostname or "127.0.0.1", url_parts.port or 80))
             except OSError as error:
                 raise WeightSyncError(f"no way leads from here to {url}: {error.strerror}") from error
-            addresses.append(probe.getsockname()[0])
+            addresses.append(probe_socket.getsockname()[0])
     return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
 
 

@@ -81,8 +81,8 @@ class ObjectFolder:
         def names(fs: Any, root: str) -> list[str]:
             # fsspec remembers listings, and other processes write here.
             fs.invalidate_cache()
-            paths = cast("list[str]", fs.ls(root, detail=False) if fs.exists(root) else [])
-            return [path.rstrip("/").rpartition("/")[2] for path in paths]
+            object_paths = cast("list[str]", fs.ls(root, detail=False) if fs.exists(root) else [])
+            return [object_path.rstrip("/").rpartition("/")[2] for object_path in object_paths]
 
         return self._call(f"list {self.url}", names)
 
@@ -98,10 +98,10 @@ class ObjectFolder:
 
     def entry(self, name: str) -> WeightEntry:
         """The entry of that name."""
-        data = self.read(name)
+        entry_bytes = self.read(name)
         try:
-            record = cast("dict[str, Any]", json.loads(data))
-            entry = WeightEntry(**{field.name: record[field.name] for field in fields(WeightEntry)})
+            entry_fields = cast("dict[str, Any]", json.loads(entry_bytes))
+            entry = WeightEntry(**{field.name: entry_fields[field.name] for field in fields(WeightEntry)})
             # Whoever may write an entry may not make an engine read `../../secrets`: an entry leads nowhere but into
             # its own folder.
             if not all(_PLAIN.fullmatch(name) for name in (entry.object, entry.base or entry.object)):
@@ -125,79 +125,83 @@ class ObjectFolder:
     def offer(self, path: Path) -> str:
         """Put a whole weight file that belongs to no version into the folder, unless it is there; returns the URL of
         its entry."""
-        data = weight_file.open_bytes(path)
-        sha256 = weight_file.digest(data)
+        weight_bytes = weight_file.open_bytes(path)
+        sha256 = weight_file.digest(weight_bytes)
         # Named by its content, so that several runs that start from one model share the upload, and nothing of theirs
         # is taken for a version.
-        stem = f"whole-{sha256[:32]}"
-        if f"{stem}.json" in self.names():
-            return f"{self.url}/{stem}.json"
-        entry = WeightEntry(sha256=sha256, object=f"{stem}.full", object_sha256=sha256, object_bytes=len(data))
-        return self.put(stem, entry, path)
+        entry_stem = f"whole-{sha256[:32]}"
+        if f"{entry_stem}.json" in self.names():
+            return f"{self.url}/{entry_stem}.json"
+        entry = WeightEntry(
+            sha256=sha256, object=f"{entry_stem}.full", object_sha256=sha256, object_bytes=len(weight_bytes)
+        )
+        return self.put(entry_stem, entry, path)
 
     def object_of(self, entry: WeightEntry) -> bytes:
         """The bytes that an entry names, checked."""
-        data = self.read(entry.object)
-        if (digest := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
-            received = f"{len(data)} bytes with SHA-256 {digest[:12]}…"
+        object_bytes = self.read(entry.object)
+        if (digest := hashlib.sha256(object_bytes).hexdigest()) != entry.object_sha256:
+            received = f"{len(object_bytes)} bytes with SHA-256 {digest[:12]}…"
             expected = f"{entry.object_bytes} with {entry.object_sha256[:12]}…"
             raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {received}, expected {expected}")
-        return data
+        return object_bytes
 
     def _call(self, doing: str, call: Callable[[Any, str], _T]) -> _T:
         """On a thread that is left behind if it does not end in time: not every store has deadlines of its own."""
-        answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+        answer_queue: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                answers.put((call(*_file_system(self.url)), None))
+                answer_queue.put((call(*_file_system(self.url)), None))
             except BaseException as error:
-                answers.put((None, error))
+                answer_queue.put((None, error))
 
         # A thread for each call, and no pool: one that hangs is lost, and would take a worker of the pool with it
         # each time. Daemonic, so that a process can end without the store.
         threading.Thread(target=run, name="object-store", daemon=True).start()
         try:
-            answer, error = answers.get(timeout=self._deadline_s)
+            answer, error = answer_queue.get(timeout=self._deadline_s)
         except queue.Empty:
-            within = f"within {self._deadline_s:g} s (half of engine.liveness_deadline_s)"
-            raise WeightSyncError(f"cannot {doing}: the store did not answer {within}") from None
+            within_deadline = f"within {self._deadline_s:g} s (half of engine.liveness_deadline_s)"
+            raise WeightSyncError(f"cannot {doing}: the store did not answer {within_deadline}") from None
         if error is not None:
             raise WeightSyncError(f"cannot {doing}: {type(error).__name__}: {error}") from error
         return cast("_T", answer)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    core: Any = importlib.import_module("fsspec.core")  # it has no types; only runs that name a store load it
-    return core.url_to_fs(url)
+    fsspec_core: Any = importlib.import_module("fsspec.core")  # it has no types; only runs that name a store load it
+    return fsspec_core.url_to_fs(url)
 
 
 def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadline_s: float) -> Bytes:
     """The weight file whose entry is at `url`, made of `base` (a SHA-256 and the bytes that have it) if its deltas lead
     there. Each object is read within `deadline_s`. Raises WeightSyncError unless it has this SHA-256."""
-    folder_url, _, name = url.rpartition("/")
-    folder, changes = ObjectFolder(folder_url, deadline_s=deadline_s), list[WeightEntry]()
-    entry = folder.entry(name)
-    last = entry.sha256
-    while entry.base is not None and len(changes) < _LONGEST:
-        changes.append(entry)
-        entry = folder.entry(entry.base)
+    folder_url, _, entry_name = url.rpartition("/")
+    object_folder, delta_entries = ObjectFolder(folder_url, deadline_s=deadline_s), list[WeightEntry]()
+    entry = object_folder.entry(entry_name)
+    final_digest = entry.sha256
+    while entry.base is not None and len(delta_entries) < _LONGEST:
+        delta_entries.append(entry)
+        entry = object_folder.entry(entry.base)
         # Compared by digest and not by number: what counts is that these bytes are the ones that the delta was made
         # against.
         if base is not None and entry.sha256 == base[0]:
             break
     if base is not None and entry.sha256 == base[0]:
-        data = base[1]
+        weight_bytes = base[1]
     elif entry.base is None:
-        data = np.frombuffer(folder.object_of(entry), dtype=np.uint8)
+        weight_bytes = np.frombuffer(object_folder.object_of(entry), dtype=np.uint8)
     else:
         raise WeightSyncError(f"{url} is more than {_LONGEST} deltas away from a whole file")
-    for change in reversed(changes):
-        data = weight_file.patched(data, io.BytesIO(folder.object_of(change)), f"{folder_url}/{change.object}")
+    for delta_entry in reversed(delta_entries):
+        weight_bytes = weight_file.patched(
+            weight_bytes, io.BytesIO(object_folder.object_of(delta_entry)), f"{folder_url}/{delta_entry.object}"
+        )
     # The whole result, and not each step: a chain of right deltas over a wrong base ends here too.
-    if last != sha256 or weight_file.digest(data) != sha256:
+    if final_digest != sha256 or weight_file.digest(weight_bytes) != sha256:
         raise WeightSyncError(f"{url} does not make the weights {sha256[:12]}… that were announced")
-    return data
+    return weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,27 +224,33 @@ class Outbox:
 
     def put(self, version: int, path: Path, sha256: str) -> StoredVersion:
         """Write a version whose file is at `path`, which stays there until the next one was put."""
-        stem, size = f"{version:08d}", path.stat().st_size
-        draft, base = path, None
+        entry_stem, full_bytes = f"{version:08d}", path.stat().st_size
+        object_path, base_entry = path, None
         if self._deltas and self._last is not None and self._last[1].exists() and self._count < _LONGEST // 2:
-            delta = path.with_suffix(".delta")
-            old, new = weight_file.open_bytes(self._last[1]), weight_file.open_bytes(path)
-            change = weight_file.write_delta(old, new, delta, width=weight_file.width(new))
+            delta_path = path.with_suffix(".delta")
+            base_bytes, new_bytes = weight_file.open_bytes(self._last[1]), weight_file.open_bytes(path)
+            delta_bytes = weight_file.write_delta(base_bytes, new_bytes, delta_path, width=weight_file.width(new_bytes))
             # As in a backup with increments: a reader reads at most one whole file and deltas of the same size.
-            if self._grown + change < size:
-                draft, base = delta, self._last[0]
+            if self._grown + delta_bytes < full_bytes:
+                object_path, base_entry = delta_path, self._last[0]
         try:
-            grown = draft.stat().st_size
-            name = f"{stem}.{'full' if base is None else 'delta'}"
-            digest = weight_file.digest(weight_file.open_bytes(draft))
-            entry = WeightEntry(sha256=sha256, object=name, object_sha256=digest, object_bytes=grown, base=base)
-            url = self._folder.put(stem, entry, draft)
+            object_bytes = object_path.stat().st_size
+            object_name = f"{entry_stem}.{'full' if base_entry is None else 'delta'}"
+            object_digest = weight_file.digest(weight_file.open_bytes(object_path))
+            entry = WeightEntry(
+                sha256=sha256,
+                object=object_name,
+                object_sha256=object_digest,
+                object_bytes=object_bytes,
+                base=base_entry,
+            )
+            url = self._folder.put(entry_stem, entry, object_path)
         finally:
             path.with_suffix(".delta").unlink(missing_ok=True)
-        self._last = (f"{stem}.json", path, sha256)
-        self._bases[f"{stem}.json"] = base
-        self._grown, self._count = (0, 0) if base is None else (self._grown + grown, self._count + 1)
-        return StoredVersion(url=url, bytes=grown)
+        self._last = (f"{entry_stem}.json", path, sha256)
+        self._bases[f"{entry_stem}.json"] = base_entry
+        self._grown, self._count = (0, 0) if base_entry is None else (self._grown + object_bytes, self._count + 1)
+        return StoredVersion(url=url, bytes=object_bytes)
 
     def whole_next(self) -> None:
         """Put the next version whole: an engine could not read what a delta needs."""
@@ -248,24 +258,24 @@ class Outbox:
 
     def tidy(self, versions: Collection[int]) -> None:
         """Remove the objects of all versions but these and those that their deltas need, an earlier learner's too."""
-        needed: set[str] = set()
+        needed_names: set[str] = set()
         for version in versions:
             name: str | None = f"{version:08d}.json"
-            while name is not None and name not in needed:
-                needed.add(name)
+            while name is not None and name not in needed_names:
+                needed_names.add(name)
                 # Only entries of this process are known, which is enough: a learner that starts again begins with a
                 # whole file.
                 name = self._bases.get(name)
-        stems = {name.removesuffix(".json") for name in needed}
-        self._bases = {name: base for name, base in self._bases.items() if name in needed}
-        matches = [match for name in self._folder.names() if (match := _OF_VERSION.fullmatch(name))]
-        self._folder.remove([match[0] for match in matches if match[1] not in stems])
+        needed_stems = {name.removesuffix(".json") for name in needed_names}
+        self._bases = {name: base for name, base in self._bases.items() if name in needed_names}
+        version_matches = [match for name in self._folder.names() if (match := _OF_VERSION.fullmatch(name))]
+        self._folder.remove([match[0] for match in version_matches if match[1] not in needed_stems])
 
 
 def check(url: str, *, deadline_s: float) -> None:
     """Write, read and remove a small object. Raises WeightSyncError if the store does not do it."""
-    folder = ObjectFolder(f"{url.rstrip('/')}/agentrl-check", deadline_s=deadline_s)
-    folder.write("probe", b"agentrl")
-    if folder.read("probe") != b"agentrl":
-        raise WeightSyncError(f"{folder.url}/probe was not read as it was written")
-    folder.remove_all()
+    check_folder = ObjectFolder(f"{url.rstrip('/')}/agentrl-check", deadline_s=deadline_s)
+    check_folder.write("probe", b"agentrl")
+    if check_folder.read("probe") != b"agentrl":
+        raise WeightSyncError(f"{check_folder.url}/probe was not read as it was written")
+    check_folder.remove_all()

@@ -64,8 +64,8 @@ class WeightPublisher:
         store: ObjectFolder | None = None,
     ) -> None:
         self._settings, self._locks = engine, locks
-        transport = cast("type[WeightTransport]", transport_of(sync))
-        self._transport = transport(Place(engine=engine, store=store, sender=sender))
+        transport_class = cast("type[WeightTransport]", transport_of(sync))
+        self._transport = transport_class(Place(engine=engine, store=store, sender=sender))
         self._seen: dict[str, canary.CanaryResult] = {}  # the engines' answers to canaries, by URL
         self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
         self._took: dict[str, int] = {}  # the last version that each engine took
@@ -83,7 +83,7 @@ class WeightPublisher:
 
         Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
         samples from other weights."""
-        started, warned = trio.current_time(), ""
+        started_at, warning = trio.current_time(), ""
         while True:
             # At each attempt anew: the engines that died may come back at other addresses.
             current_urls = await trio.to_thread.run_sync(urls) if callable(urls) else urls
@@ -104,13 +104,14 @@ class WeightPublisher:
                 self._transport.missed(by_all=not delivery.rows)
             if delivery.rows:
                 break
-            waited_s, within = trio.current_time() - started, f"within {self._settings.mending_deadline_s:g} s"
-            why = "; ".join(sorted(set(delivery.failures.values())))
+            waited_s = trio.current_time() - started_at
+            within = f"within {self._settings.mending_deadline_s:g} s"
+            failure_summary = "; ".join(sorted(set(delivery.failures.values())))
             if waited_s > self._settings.mending_deadline_s:
-                raise NotDelivered(f"no engine took version {parcel.version} {within}: {why}")
-            if waited_s > _PATIENCE_S and not warned:
-                warned = f"no engine takes version {parcel.version}: {why}; it is tried again, {within}"
-                print(f"agentrl learner: {warned}", file=sys.stderr, flush=True)
+                raise NotDelivered(f"no engine took version {parcel.version} {within}: {failure_summary}")
+            if waited_s > _PATIENCE_S and not warning:
+                warning = f"no engine takes version {parcel.version}: {failure_summary}; it is tried again, {within}"
+                print(f"agentrl learner: {warning}", file=sys.stderr, flush=True)
             await trio.sleep(_RETRY_S)
         self._took |= dict.fromkeys(delivery.rows, parcel.version)
         if isinstance(parcel, Parcel):
@@ -119,18 +120,18 @@ class WeightPublisher:
                 # After the proof: whoever fits an engine with this file later asks it the same questions, with
                 # numbers that were right once.
                 parcel.canary.write(canary.beside(parcel.path))
-        costs = delivery.rows.values()
+        cost_rows = delivery.rows.values()
         # The worst engine's, since the fleet is as fast as its slowest and as right as its worst.
-        worst = {name: max(row[name] for row in costs) for name in next(iter(costs))}
-        return {"sync_s": trio.current_time() - started, "engines_behind": len(delivery.failures), **worst}
+        worst_costs = {name: max(row[name] for row in cost_rows) for name in next(iter(cost_rows))}
+        return {"sync_s": trio.current_time() - started_at, "engines_behind": len(delivery.failures), **worst_costs}
 
     async def behind(self, urls: Sequence[str], version: int) -> bool:
         """Whether some engine that answers serves another version: it restarted from older weights, or has those of an
         earlier learner."""
-        engines = [self._client(url, version) for url in urls]
+        engines = [self._client(engine_url, version) for engine_url in urls]
         try:
-            served, _ = await _ask(engines)
-            return set(served.values()) - {version} != set()
+            served_versions, _ = await _ask(engines)
+            return set(served_versions.values()) - {version} != set()
         finally:
             await _close(engines)
 
@@ -139,22 +140,22 @@ class WeightPublisher:
         still used versions, an earlier learner's too. Never call it while another parcel is being written."""
         if not self._sent:
             return  # no parcel with files was sent
-        needed = self._sent[-KEPT:]
+        needed_parcels = self._sent[-KEPT:]
         if self._transport.form == "adapter":
-            loaded_urls = [url for url in urls if self._took.get(url) == needed[-1].version]
-            in_use = await self._retire(loaded_urls, needed)
-            older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
+            loaded_urls = [url for url in urls if self._took.get(url) == needed_parcels[-1].version]
+            versions_in_use = await self._retire(loaded_urls, needed_parcels)
+            older_parcels = [parcel for parcel in self._sent[:-KEPT] if parcel.version in versions_in_use]
             # -1 stands for an engine that did not answer, and a version from before this process for a folder that it
             # has no parcel of.
-            if len(older) < len(in_use):
+            if len(older_parcels) < len(versions_in_use):
                 return  # a version in use has a folder that is not known here: remove nothing for now
-            needed = older + needed
+            needed_parcels = older_parcels + needed_parcels
         else:
-            await self._retire([], needed)
-        self._sent = needed
-        paths = {needed_path for parcel in needed for needed_path in (parcel.path, canary.beside(parcel.path))}
+            await self._retire([], needed_parcels)
+        self._sent = needed_parcels
+        needed_paths = {path for parcel in needed_parcels for path in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
-            if path not in paths:
+            if path not in needed_paths:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     # --- one delivery
@@ -174,31 +175,31 @@ class WeightPublisher:
             return held.last()
         if self._locks is None:
             return nullcontext()
-        name = name_of(engine.url, colocated=self._settings.colocated)
-        return exclusive(self._locks, name, deadline_s=self._settings.admin_deadline_s)
+        lock_name = name_of(engine.url, colocated=self._settings.colocated)
+        return exclusive(self._locks, lock_name, deadline_s=self._settings.admin_deadline_s)
 
     async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
         """Send to all engines at once, each independent of the others. Raises CanaryMismatch."""
-        base = self._sent[-1] if self._sent else None
+        base_parcel = self._sent[-1] if self._sent else None
         mismatches: list[CanaryMismatch] = []
 
         async def one(engine: EngineClient) -> None:
-            follows = base is not None and self._took.get(engine.url) == base.version
+            has_base = base_parcel is not None and self._took.get(engine.url) == base_parcel.version
             try:
                 async with self._alone_with(engine, delivery.held):
                     # An engine that missed the version before is perhaps dead. A short question first spares the
                     # whole deadline of a push, for which all others would wait.
-                    if base is not None and not follows:
+                    if base_parcel is not None and not has_base:
                         await engine.served_version(deadline_s=_ASK_S)
-                    report = await self._transport.deliver([engine], parcel, base if follows else None)
-                    delivery.rows[engine.url] = _row(report) | await self._prove(engine, parcel)
+                    push_report = await self._transport.deliver([engine], parcel, base_parcel if has_base else None)
+                    delivery.rows[engine.url] = _row(push_report) | await self._prove(engine, parcel)
             except CanaryMismatch as error:
                 mismatches.append(error)
             except EngineError as error:
                 delivery.failures[engine.url] = str(error)
                 self._took.pop(engine.url, None)  # a delta would have no base
 
-        async with self._transport.offer(parcel, base), trio.open_nursery() as nursery:
+        async with self._transport.offer(parcel, base_parcel), trio.open_nursery() as nursery:
             for engine in engines:
                 nursery.start_soon(one, engine)
         # After all deliveries have ended: to cancel the others in the midst would leave engines paused.
@@ -207,28 +208,28 @@ class WeightPublisher:
 
     async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:
         """Send to all engines that answer, together: all take it or none does. Raises CanaryMismatch."""
-        served, delivery.failures = await _ask(engines)
-        answering = [engine for engine in engines if engine.url in served]
-        report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
+        served_versions, delivery.failures = await _ask(engines)
+        answering = [engine for engine in engines if engine.url in served_versions]
+        push_report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
         try:
             # A retry may come after the bytes arrived and only the canary's answer was lost: then nothing is sent
             # again.
-            if set(served.values()) - {parcel.version}:
+            if set(served_versions.values()) - {parcel.version}:
                 async with self._transport.offer(parcel, None):
-                    report = await self._transport.deliver(answering, parcel, None)
-            rows = {engine.url: _row(report) | await self._prove(engine, parcel) for engine in answering}
+                    push_report = await self._transport.deliver(answering, parcel, None)
+            cost_rows = {engine.url: _row(push_report) | await self._prove(engine, parcel) for engine in answering}
         except CanaryMismatch:
             raise
         except EngineError as error:
             delivery.failures |= {engine.url: str(error) for engine in answering}
         else:
-            delivery.rows = rows
+            delivery.rows = cost_rows
 
     async def _prove(self, engine: EngineClient, parcel: Parcel | MemoryParcel) -> dict[str, float]:
         if parcel.canary is None:
             return {}
-        started = trio.current_time()
-        error = await canary.check(
+        started_at = trio.current_time()
+        canary_error = await canary.check(
             [engine],
             parcel.canary,
             update_info=self._transport.diagnosis(parcel),
@@ -236,7 +237,7 @@ class WeightPublisher:
             tolerance=canary.allowed(parcel.canary.dtype, self._settings),
             deadline_s=self._settings.admin_deadline_s,
         )
-        return {"canary_error": error, "canary_s": trio.current_time() - started}
+        return {"canary_error": canary_error, "canary_s": trio.current_time() - started_at}
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[Parcel]) -> frozenset[int]:
         """The versions besides `keep` that some engine still uses: see `WeightTransport.retire`."""
@@ -253,19 +254,19 @@ def _row(report: PushReport) -> dict[str, float]:
 
 async def _ask(engines: Sequence[EngineClient]) -> tuple[dict[str, int], dict[str, str]]:
     """The versions that engines serve, by URL, and the errors of those that did not answer."""
-    served: dict[str, int] = {}
+    served_versions: dict[str, int] = {}
     failures: dict[str, str] = {}
 
     async def one(engine: EngineClient) -> None:
         try:
-            served[engine.url] = await engine.served_version(deadline_s=_ASK_S)
+            served_versions[engine.url] = await engine.served_version(deadline_s=_ASK_S)
         except EngineError as error:
             failures[engine.url] = str(error)
 
     async with trio.open_nursery() as nursery:
         for engine in engines:
             nursery.start_soon(one, engine)
-    return served, failures
+    return served_versions, failures
 
 
 async def _close(engines: Sequence[EngineClient]) -> None:

@@ -39,25 +39,25 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 def messages(folder: Path, name: str) -> Generator[str]:
     """Yield, in order, the messages that give an engine the files of `folder` in a folder called `name`."""
-    digests: dict[str, str] = {}
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            start = 0
+    file_digests: dict[str, str] = {}
+    for file_path in sorted(file_path for file_path in folder.iterdir() if file_path.is_file()):
+        file_digest = hashlib.sha256()
+        with file_path.open("rb") as open_file:
+            piece_start = 0
             # An empty file is sent as well: it has a digest in the last message.
-            while (data := file.read(_PIECE)) or start == 0:
-                digest.update(data)
-                piece = {"file": path.name, "start": start, "data": base64.b64encode(data).decode()}
+            while (piece_bytes := open_file.read(_PIECE)) or piece_start == 0:
+                file_digest.update(piece_bytes)
+                piece = {"file": file_path.name, "start": piece_start, "data": base64.b64encode(piece_bytes).decode()}
                 yield json.dumps({"folder": name, **piece})
-                start += max(1, len(data))
-        digests[path.name] = digest.hexdigest()
-    yield json.dumps({"folder": name, "files": digests})
+                piece_start += max(1, len(piece_bytes))
+        file_digests[file_path.name] = file_digest.hexdigest()
+    yield json.dumps({"folder": name, "files": file_digests})
 
 
 def forgetting(path: str) -> str | None:
     """The message that removes the folder at `path`; None if that lies in no inbox."""
-    place = Path(path)
-    return json.dumps({"folder": place.name, "drop": True}) if place.parent.name.startswith(_PREFIX) else None
+    folder = Path(path)
+    return json.dumps({"folder": folder.name, "drop": True}) if folder.parent.name.startswith(_PREFIX) else None
 
 
 def new_place() -> str:
@@ -75,8 +75,8 @@ class Inbox:
     def receive(self, text: str) -> dict[str, Any]:
         """Take one message. Returns the folder's `path` once it is whole, or the line of an `error`."""
         try:
-            with self._opened() as root:
-                return self._taken(root, json.loads(text))
+            with self._opened() as inbox_descriptor:
+                return self._taken(inbox_descriptor, json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -91,59 +91,59 @@ class Inbox:
 
     def remove(self, path: str) -> None:
         """Remove a folder that came."""
-        with suppress(OSError), self._opened() as root:
-            self._remove(root, Path(path).name)
+        with suppress(OSError), self._opened() as inbox_descriptor:
+            self._remove(inbox_descriptor, Path(path).name)
 
     @contextmanager
     def _opened(self) -> Generator[int]:
         """A descriptor of the inbox. Raises PermissionError if somebody else made what is there."""
         with suppress(FileExistsError):
             self.place.mkdir(mode=0o700)
-        with _descriptor(str(self.place), _FOLDER) as root:
-            status = os.fstat(root)
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        with _descriptor(str(self.place), _FOLDER) as inbox_descriptor:
+            inbox_status = os.fstat(inbox_descriptor)
+            if inbox_status.st_uid != os.geteuid() or inbox_status.st_mode & 0o077:
                 raise PermissionError(f"{str(self.place)!r} is not this engine's alone: start it again")
-            yield root
+            yield inbox_descriptor
 
     def _taken(self, root: int, message: dict[str, Any]) -> dict[str, Any]:
-        name = _checked(message["folder"])
+        folder_name = _checked(message["folder"])
         # With the process's number, since the workers of one host write the same folder at once, and two writers of
         # one draft would tear each other's files.
-        draft = _draft(name)
+        draft_name = _draft(folder_name)
         if message.get("drop"):
-            if name in self._mine:
-                self._remove(root, name)
+            if folder_name in self._mine:
+                self._remove(root, folder_name)
             return {}
         if "file" in message:
-            file, start, data = _checked(message["file"]), int(message["start"]), str(message["data"])
+            file_name, piece_start, piece_text = _checked(message["file"]), int(message["start"]), str(message["data"])
             # Only folders that came through this inbox are ever removed, so a client that never unloads could fill
             # the disk.
-            if name not in self._mine and len(self._mine) >= _FOLDERS:
+            if folder_name not in self._mine and len(self._mine) >= _FOLDERS:
                 raise ValueError(f"this engine has {_FOLDERS} folders already: unload adapters first")
-            self._mine.add(name)
+            self._mine.add(folder_name)
             with suppress(FileExistsError):
-                os.mkdir(draft, 0o700, dir_fd=root)
-            with _descriptor(draft, _FOLDER, root) as folder:
-                _write(folder, file, start, data)
+                os.mkdir(draft_name, 0o700, dir_fd=root)
+            with _descriptor(draft_name, _FOLDER, root) as folder:
+                _write(folder, file_name, piece_start, piece_text)
             return {}
-        with _descriptor(draft, _FOLDER, root) as folder:
-            for file, digest in message["files"].items():
-                with os.fdopen(os.open(_checked(file), os.O_RDONLY | _FILE, dir_fd=folder), "rb") as opened:
-                    if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
-                        raise ValueError(f"{file} has another SHA-256 than it was sent with")
+        with _descriptor(draft_name, _FOLDER, root) as folder:
+            for file_name, digest in message["files"].items():
+                with os.fdopen(os.open(_checked(file_name), os.O_RDONLY | _FILE, dir_fd=folder), "rb") as received:
+                    if hashlib.file_digest(received, "sha256").hexdigest() != digest:
+                        raise ValueError(f"{file_name} has another SHA-256 than it was sent with")
         try:
-            os.rename(draft, name, src_dir_fd=root, dst_dir_fd=root)
+            os.rename(draft_name, folder_name, src_dir_fd=root, dst_dir_fd=root)
         except OSError:  # a worker beside this one was first, or it was sent twice
-            if name not in os.listdir(root):
+            if folder_name not in os.listdir(root):
                 raise
-            shutil.rmtree(draft, dir_fd=root)
-        return {"path": str(self.place / name)}
+            shutil.rmtree(draft_name, dir_fd=root)
+        return {"path": str(self.place / folder_name)}
 
     def _remove(self, root: int, name: str) -> None:
         self._mine.discard(name)
-        for folder in (name, _draft(name)):
+        for removed_folder in (name, _draft(name)):
             with suppress(FileNotFoundError):  # a worker beside this one was first
-                shutil.rmtree(folder, dir_fd=root)
+                shutil.rmtree(removed_folder, dir_fd=root)
 
 
 def _draft(name: str) -> str:
@@ -151,15 +151,15 @@ def _draft(name: str) -> str:
 
 
 def _write(folder: int, name: str, start: int, text: str) -> None:
-    data = base64.b64decode(text, validate=True)
-    if not 0 <= start <= _MOST - len(data):
+    piece_bytes = base64.b64decode(text, validate=True)
+    if not 0 <= start <= _MOST - len(piece_bytes):
         raise ValueError(f"a file ends at {_MOST} bytes")
     # Created by the first piece alone: a later piece without it is a lost message, and fails here instead of making a
     # file with a hole.
-    new = 0 if start else os.O_CREAT | os.O_TRUNC
-    with os.fdopen(os.open(name, os.O_WRONLY | _FILE | new, 0o600, dir_fd=folder), "wb") as file:
-        file.seek(start)
-        file.write(data)
+    creation_flags = 0 if start else os.O_CREAT | os.O_TRUNC
+    with os.fdopen(os.open(name, os.O_WRONLY | _FILE | creation_flags, 0o600, dir_fd=folder), "wb") as written_file:
+        written_file.seek(start)
+        written_file.write(piece_bytes)
 
 
 @contextmanager

@@ -68,24 +68,28 @@ def mapped(file: BinaryIO) -> Bytes:
 def parts(folder: Path) -> list[Path]:
     """The weight files of a model folder: several if `model.safetensors.index.json` lists them. Raises ModelError if
     there is none, or the index names one that is not there."""
-    index = folder / "model.safetensors.index.json"
+    index_path = folder / "model.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+        file_names = (
+            sorted(set(json.loads(index_path.read_text())["weight_map"].values())) if index_path.is_file() else []
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} lists no weights ({error!r}): save the model again with save_pretrained") from error
-    paths = [folder / name for name in names] or [folder / "model.safetensors"]
-    if missing := [path.name for path in paths if not path.is_file()]:
-        hint = f"it has no {missing[0]}: save the model again with save_pretrained"
+        raise ModelError(
+            f"{index_path} lists no weights ({error!r}): save the model again with save_pretrained"
+        ) from error
+    part_paths = [folder / file_name for file_name in file_names] or [folder / "model.safetensors"]
+    if missing_files := [part_path.name for part_path in part_paths if not part_path.is_file()]:
+        hint = f"it has no {missing_files[0]}: save the model again with save_pretrained"
         raise ModelError(f"cannot read weights from {str(folder)!r}: {hint}")
-    return paths
+    return part_paths
 
 
 def width(data: Bytes) -> int:
     """Bytes of an element, as most of a weight file's elements have it. Raises WeightSyncError for a malformed file."""
     # By the largest tensor, not by a count of tensors: norms are many and small, and may be float32 beside bfloat16
     # matrices.
-    largest = max(places(data), key=lambda place: place.numel)
-    return (largest.end - largest.start) // largest.numel
+    largest_tensor = max(places(data), key=lambda place: place.numel)
+    return (largest_tensor.end - largest_tensor.start) // largest_tensor.numel
 
 
 def digest(data: Bytes) -> str:
@@ -96,28 +100,30 @@ def digest(data: Bytes) -> str:
 def places(data: Bytes) -> Iterator[TensorPlace]:
     """The tensors of a safetensors file in the order of their bytes. Raises WeightSyncError for a malformed header."""
     try:
-        (size,) = struct.unpack("<Q", data[:8].tobytes())
+        (header_bytes,) = struct.unpack("<Q", data[:8].tobytes())
         # Before it is used to slice: a torn file has any number there.
-        if size > min(_MAX_HEADER, len(data) - 8):
-            raise ValueError(f"header of {size} bytes in a file of {len(data)}")
-        header = cast("dict[str, Any]", json.loads(data[8 : 8 + size].tobytes()))
+        if header_bytes > min(_MAX_HEADER, len(data) - 8):
+            raise ValueError(f"header of {header_bytes} bytes in a file of {len(data)}")
+        header = cast("dict[str, Any]", json.loads(data[8 : 8 + header_bytes].tobytes()))
         header.pop("__metadata__", None)
         tensor_places = [
             TensorPlace(
-                name=name,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                start=8 + size + entry["data_offsets"][0],
-                end=8 + size + entry["data_offsets"][1],
+                name=tensor_name,
+                dtype=tensor_entry["dtype"],
+                shape=tuple(tensor_entry["shape"]),
+                start=8 + header_bytes + tensor_entry["data_offsets"][0],
+                end=8 + header_bytes + tensor_entry["data_offsets"][1],
             )
-            for name, entry in header.items()
+            for tensor_name, tensor_entry in header.items()
         ]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"not a safetensors file: {error}") from error
-    for place in sorted(tensor_places, key=lambda place: place.start):
-        if not 8 + size <= place.start <= place.end <= len(data):
-            raise WeightSyncError(f"not a whole safetensors file: {place.name} lies outside its {len(data)} bytes")
-        yield place
+    for tensor_place in sorted(tensor_places, key=lambda place: place.start):
+        if not 8 + header_bytes <= tensor_place.start <= tensor_place.end <= len(data):
+            raise WeightSyncError(
+                f"not a whole safetensors file: {tensor_place.name} lies outside its {len(data)} bytes"
+            )
+        yield tensor_place
 
 
 def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
@@ -127,18 +133,19 @@ def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
     if len(base) != len(new):
         raise WeightSyncError(f"a delta needs two files of one layout, not {len(base)} and {len(new)} bytes")
     # In the same folder, since a rename over the border of a file system is a copy, and a copy can be seen half done.
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    chunk = _CHUNK // width * width
+    draft_path = target.with_name(f".{target.name}.{os.getpid()}")
+    chunk_bytes = _CHUNK // width * width
     try:
-        with draft.open("wb") as file:
-            file.write(_MAGIC + _HEAD.pack(len(new), width))
-            with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as packer:
-                for start in range(0, len(new), chunk):
-                    change = np.bitwise_xor(base[start : start + chunk], new[start : start + chunk])
-                    packer.write(_planes(change, width))
-        draft.replace(target)
+        with draft_path.open("wb") as draft_file:
+            draft_file.write(_MAGIC + _HEAD.pack(len(new), width))
+            with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(draft_file, closefd=False) as packer:
+                for chunk_start in range(0, len(new), chunk_bytes):
+                    chunk = slice(chunk_start, chunk_start + chunk_bytes)
+                    changed_bits = np.bitwise_xor(base[chunk], new[chunk])
+                    packer.write(_planes(changed_bits, width))
+        draft_path.replace(target)
     finally:
-        draft.unlink(missing_ok=True)
+        draft_path.unlink(missing_ok=True)
     return target.stat().st_size
 
 
@@ -149,21 +156,20 @@ def patched(base: Bytes, delta: BinaryIO, name: str) -> Bytes:
     try:
         if delta.read(len(_MAGIC)) != _MAGIC:
             raise WeightSyncError(f"{name!r} is not a delta of weights")
-        size, width = _HEAD.unpack(delta.read(_HEAD.size))
-        if size != len(base) or width < 1:
-            raise WeightSyncError(f"{name!r} is a delta of {size} bytes, its base has {len(base)}")
-        result = np.empty(size, dtype=np.uint8)
-        chunk = _CHUNK // width * width
+        new_bytes, element_bytes = _HEAD.unpack(delta.read(_HEAD.size))
+        if new_bytes != len(base) or element_bytes < 1:
+            raise WeightSyncError(f"{name!r} is a delta of {new_bytes} bytes, its base has {len(base)}")
+        new_weights = np.empty(new_bytes, dtype=np.uint8)
+        chunk_bytes = _CHUNK // element_bytes * element_bytes
         with zstandard.ZstdDecompressor().stream_reader(delta, closefd=False) as unpacker:
-            for start in range(0, size, chunk):
-                length = min(chunk, size - start)
-                planes = np.frombuffer(_read_exactly(unpacker, length), dtype=np.uint8)
-                np.bitwise_xor(
-                    base[start : start + length], _interleaved(planes, width), out=result[start : start + length]
-                )
+            for chunk_start in range(0, new_bytes, chunk_bytes):
+                chunk_length = min(chunk_bytes, new_bytes - chunk_start)
+                chunk = slice(chunk_start, chunk_start + chunk_length)
+                planes = np.frombuffer(_read_exactly(unpacker, chunk_length), dtype=np.uint8)
+                np.bitwise_xor(base[chunk], _interleaved(planes, element_bytes), out=new_weights[chunk])
     except (OSError, ValueError, struct.error, zstandard.ZstdError) as error:
         raise WeightSyncError(f"cannot apply delta {name!r}: {error}") from error
-    return result
+    return new_weights
 
 
 def _planes(change: Bytes, width: int) -> bytes:
@@ -179,14 +185,14 @@ def _interleaved(planes: Bytes, width: int) -> Bytes:
 
 
 def _read_exactly(stream: Any, length: int) -> bytes:
-    parts: list[bytes] = []
+    read_parts: list[bytes] = []
     while length:
-        part = cast("bytes", stream.read(length))
-        if not part:
+        read_bytes = cast("bytes", stream.read(length))
+        if not read_bytes:
             raise ValueError(f"it ends {length} bytes early")
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+        read_parts.append(read_bytes)
+        length -= len(read_bytes)
+    return b"".join(read_parts)
 
 
 def _zstandard() -> Any:

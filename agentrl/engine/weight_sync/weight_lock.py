@@ -55,28 +55,28 @@ class WeightLock:
 def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None]) -> WeightLock:
     """Get a lock, without trio; `waits` is called again and again meanwhile. Raises WeightSyncError if somebody else
     holds it for `deadline_s`."""
-    file, deadline = _open(folder, name), time.monotonic() + deadline_s
+    lock_file, deadline = _open(folder, name), time.monotonic() + deadline_s
     # Polling: `flock` can wait, but without a deadline and on a thread that nothing could call back.
-    while not _taken(file.fileno()):
+    while not _taken(lock_file.fileno()):
         if time.monotonic() > deadline:
-            file.close()
+            lock_file.close()
             raise WeightSyncError(f"{name} was somebody else's for {deadline_s:g} s")
         waits()
         time.sleep(_POLL_S)
-    return WeightLock(file)
+    return WeightLock(lock_file)
 
 
 @asynccontextmanager
 async def exclusive(folder: Path, url: str, *, deadline_s: float) -> AsyncGenerator[None]:
     """Hold the engine at `url`, whose lock file lies in `folder`, for as long as the block runs. Raises WeightSyncError
     if somebody else holds it for `deadline_s`."""
-    with _open(folder, url.rstrip("/")) as file:
-        with trio.move_on_after(deadline_s) as scope:
-            while not _taken(file.fileno()):  # noqa: ASYNC110 - another process that lets a lock go sends no signal
+    with _open(folder, url.rstrip("/")) as lock_file:
+        with trio.move_on_after(deadline_s) as wait_scope:
+            while not _taken(lock_file.fileno()):  # noqa: ASYNC110 - another process that lets a lock go sends no signal
                 await trio.sleep(_POLL_S)
-        if scope.cancelled_caught:
-            doing = "was the learner's" if url == _GPU else "was taking other weights"
-            raise WeightSyncError(f"{url} {doing} for {deadline_s:g} s")
+        if wait_scope.cancelled_caught:
+            holder_phrase = "was the learner's" if url == _GPU else "was taking other weights"
+            raise WeightSyncError(f"{url} {holder_phrase} for {deadline_s:g} s")
         yield
 
 

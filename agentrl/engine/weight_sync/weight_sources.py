@@ -37,21 +37,21 @@ class Sources:
     def __init__(self, places: Iterable[str]) -> None:
         places = list(dict.fromkeys(places))
         self._urls = [place.rstrip("/") for place in places if object_store.is_url(place)]
-        folders = [Path(place).absolute() for place in places if not object_store.is_url(place)]
+        folder_paths = [Path(place).absolute() for place in places if not object_store.is_url(place)]
         # Where a folder is named by way of a link, its files may be named both ways.
-        self._folders = {path: Path(os.path.realpath(path)) for path in folders}
-        self._folders |= {real: real for real in self._folders.values()}
+        self._folders = {folder_path: Path(os.path.realpath(folder_path)) for folder_path in folder_paths}
+        self._folders |= {real_path: real_path for real_path in self._folders.values()}
 
     def read(self, path: str, sha256: str, base: Bytes | None = None) -> Bytes:
         """The bytes of the weight file at `path`, or those that the delta there makes of `base`, which have this
         SHA-256. Raises WeightSyncError."""
         try:
             with self.open(path) as file:
-                data = weight_file.mapped(file) if base is None else weight_file.patched(base, file, path)
+                weight_bytes = weight_file.mapped(file) if base is None else weight_file.patched(base, file, path)
             # Digest and load read the same mapped file: a name that is pointed elsewhere in between changes nothing.
-            if (digest := weight_file.digest(data)) != sha256:
-                raise WeightSyncError(f"what it makes has SHA-256 {digest[:12]}…, expected {sha256[:12]}…")
-            return data
+            if (actual_digest := weight_file.digest(weight_bytes)) != sha256:
+                raise WeightSyncError(f"what it makes has SHA-256 {actual_digest[:12]}…, expected {sha256[:12]}…")
+            return weight_bytes
         except (OSError, ValueError, WeightSyncError) as error:
             _logger.warning("agentrl: cannot read weight file %r: %s", path, error)
             expected = f"one with SHA-256 {sha256[:12]}…" + ("" if base is None else ", or a delta to it,")
@@ -60,15 +60,15 @@ class Sources:
     def fetch(self, url: str, sha256: str, base: tuple[str, Bytes] | None, deadline_s: float) -> Bytes:
         """Fetch weights from a URL below those of this engine; see `object_store.fetch`. Raises WeightSyncError."""
         # A store has no symbolic links to follow, but some file systems of fsspec resolve `..`.
-        if ".." in url.split("/") or not any(url.startswith(f"{root}/") for root in self._urls):
+        if ".." in url.split("/") or not any(url.startswith(f"{root_url}/") for root_url in self._urls):
             raise WeightSyncError(self._refusal(f"weights at {url!r}", "one"))
         return object_store.fetch(url, sha256, base=base, deadline_s=deadline_s)
 
     def adapter(self, path: str, name: str = "adapter_config.json") -> bytes:
         """A file of the adapter in a folder. Raises WeightSyncError."""
         try:
-            with self.open(f"{path}/{name}") as file:
-                return file.read()
+            with self.open(f"{path}/{name}") as adapter_file:
+                return adapter_file.read()
         except (OSError, ValueError) as error:
             _logger.warning("agentrl: cannot load the adapter in %r: %s", path, error)
             raise WeightSyncError(self._refusal(f"the adapter in {path!r}", "one", verb="load")) from None
@@ -82,9 +82,9 @@ class Sources:
         return os.fdopen(descriptor, "rb")
 
     def _refusal(self, what: str, expected: str, *, verb: str = "read") -> str:
-        places = ", ".join([*map(str, self._folders), *self._urls]) or "nowhere"
+        allowed_places = ", ".join([*map(str, self._folders), *self._urls]) or "nowhere"
         hint = "engine.weights_from or --weights-from names more; see the engine's log"
-        return f"cannot {verb} {what}: there is not {expected} of this user below {places} ({hint})"
+        return f"cannot {verb} {what}: there is not {expected} of this user below {allowed_places} ({hint})"
 
     def _descriptor(self, path: str) -> int:
         """Open the file at a path below one of the folders."""
@@ -92,22 +92,22 @@ class Sources:
         # another spelling of it is how such checks are passed by.
         if "\0" in path or os.path.normpath(path) != path:
             raise ValueError("the path is not in its plain form")
-        relative, start = next(
+        relative_path, start_folder = next(
             ((Path(path).relative_to(root), real) for root, real in self._folders.items() if _below(path, root)),
             (None, None),
         )
-        if relative is None or start is None:
+        if relative_path is None or start_folder is None:
             raise ValueError("it lies below no folder of this engine's")
         # Part by part from a descriptor, with O_NOFOLLOW at each: checking a path by `realpath` and opening it
         # afterwards leaves a moment in which a part can become a link.
-        descriptor = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for number, part in enumerate(relative.parts, 1):
-            flags = 0 if number == len(relative.parts) else os.O_DIRECTORY
+        descriptor = os.open(start_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part_number, path_part in enumerate(relative_path.parts, 1):
+            open_flags = 0 if part_number == len(relative_path.parts) else os.O_DIRECTORY
             try:
-                below = _open_in(descriptor, part, flags)
+                next_descriptor = _open_in(descriptor, path_part, open_flags)
             finally:
                 os.close(descriptor)
-            descriptor = below
+            descriptor = next_descriptor
         return descriptor
 
 
