@@ -33,15 +33,15 @@ def text_of_answer(content: Any) -> tuple[str, bool]:
         return json.dumps(content), False
     texts, has_thoughts = list[str](), False
     for part in cast("list[Any]", content):
-        fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {"type": "text", "text": part}
-        kind = fields.get("type", "text")
-        text = fields.get("refusal" if kind == "refusal" else "text")
-        if kind in _THOUGHT_PARTS:
+        part_fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {"type": "text", "text": part}
+        part_type = part_fields.get("type", "text")
+        part_text = part_fields.get("refusal" if part_type == "refusal" else "text")
+        if part_type in _THOUGHT_PARTS:
             has_thoughts = True
-        elif kind in _TEXT_PARTS and isinstance(text, str):
-            texts.append(text)
+        elif part_type in _TEXT_PARTS and isinstance(part_text, str):
+            texts.append(part_text)
         else:
             # The name of the type comes from outside: it is cut, so that it cannot fill the log or make a notice of
             # its own each time.
-            notices.note(ANSWERS, f"a part of type {str(kind)[:60]!r} is no text: it is left out", by_policy=True)
+            notices.note(ANSWERS, f"a part of type {str(part_type)[:60]!r} is no text: it is left out", by_policy=True)
     return "".join(texts), has_thoughts

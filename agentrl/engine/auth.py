@@ -90,8 +90,8 @@ def signature(key: EngineKey, method: str, target: str, body: bytes) -> str:
     """Sign a request for `target` (the path, with its query). Raises ValueError for a key that cannot sign."""
     if key.signing is None:
         raise ValueError("this key may sample and look; it signs no change of an engine")
-    text = f"{method.upper()}\n{target}\n{hashlib.sha256(body).hexdigest()}"
-    return hmac.new(key.signing.encode(), text.encode(), hashlib.sha256).hexdigest()
+    signed_text = f"{method.upper()}\n{target}\n{hashlib.sha256(body).hexdigest()}"
+    return hmac.new(key.signing.encode(), signed_text.encode(), hashlib.sha256).hexdigest()
 
 
 def proof(key: EngineKey, challenge: bytes) -> str:
@@ -105,9 +105,9 @@ def folder_digest(folder: Path) -> str:
     """SHA-256 over names and contents of the files in an adapter's folder, those of its subfolders left out. Raises
     OSError."""
     hasher = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            hasher.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    for file_path in sorted(file_path for file_path in folder.iterdir() if file_path.is_file()):
+        with file_path.open("rb") as adapter_file:
+            hasher.update(f"{file_path.name}\0{hashlib.file_digest(adapter_file, 'sha256').hexdigest()}\n".encode())
     return hasher.hexdigest()
 
 
@@ -144,24 +144,25 @@ class Guard:
         try:
             # The signature covers the body, so all of it has to be read before the application sees any of it.
             # `_again` then replays it: ASGI gives a body once only.
-            body = await _whole(receive)
-            await self._check(scope, headers, body)
+            request_body = await _whole(receive)
+            await self._check(scope, headers, request_body)
         except AccessRefused as error:
             await _refuse(scope, send, 403, str(error))
             return
-        await self._app(scope, _again(body, receive), send)
+        await self._app(scope, _again(request_body, receive), send)
 
     async def _check(self, scope: Scope, headers: MutableMapping[bytes, bytes], body: bytes) -> None:
         """Raises AccessRefused for a change that is not the key holder's, or not what it says."""
         assert self._key is not None
-        path = str(scope["path"])
-        query = cast("bytes", scope.get("query_string", b"")).decode("latin-1")
+        request_path = str(scope["path"])
+        query_string = cast("bytes", scope.get("query_string", b"")).decode("latin-1")
         # The query is signed as well: `/pause?mode=keep` and `/pause?mode=abort` differ in nothing else, and the
         # second ends every running turn.
-        expected = signature(self._key, scope["method"], f"{path}?{query}" if query else path, body)
-        if not hmac.compare_digest(headers.get(SIGNATURE.encode(), b""), expected.encode()):
-            raise AccessRefused(f"{path}: the change is not signed by the run that has this engine")
-        match path:
+        signed_target = f"{request_path}?{query_string}" if query_string else request_path
+        expected_signature = signature(self._key, scope["method"], signed_target, body)
+        if not hmac.compare_digest(headers.get(SIGNATURE.encode(), b""), expected_signature.encode()):
+            raise AccessRefused(f"{request_path}: the change is not signed by the run that has this engine")
+        match request_path:
             case "/start_weight_update":
                 self._versions.clear()
             case "/update_weights":
@@ -179,45 +180,45 @@ class Guard:
 
     def _check_call(self, body: dict[str, Any]) -> None:
         if body.get("method") in ("agentrl_stage", "agentrl_publish"):
-            info, *others = cast("list[Any]", body.get("args") or [None])
-            version = _version_of(_object(str(info).encode()))
+            update_info, *other_args = cast("list[Any]", body.get("args") or [None])
+            named_version = _version_of(_object(str(update_info).encode()))
             if body["method"] == "agentrl_publish":
-                self._versions = {version}
-                self._same_version(others[0] if others else None)
+                self._versions = {named_version}
+                self._same_version(other_args[0] if other_args else None)
 
     def _same_version(self, finished: object) -> None:
         # None stands for an update without a file, whose version nobody stated. Without any stated version there is
         # nothing to contradict.
-        versions = self._versions - {None}
-        if versions and versions != {str(finished)}:
+        named_versions = self._versions - {None}
+        if named_versions and named_versions != {str(finished)}:
             raise AccessRefused(
-                f"weight_version = {finished!r}: the update was of version {', '.join(map(str, versions))}"
+                f"weight_version = {finished!r}: the update was of version {', '.join(map(str, named_versions))}"
             )
 
 
 def _version_of(info: Any) -> object:
     """The version that an update names, with the digest of its content; None of one from memory to memory. Raises
     AccessRefused for a file without either."""
-    fields = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
+    info_fields = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
     # Weights from memory to memory (`nccl`, `ipc`) have no content that could be hashed before they arrive: the
     # channel itself was joined by signed calls.
-    if "path" not in fields:
+    if "path" not in info_fields:
         return None
-    if not isinstance(fields.get("sha256"), str) or fields.get("version") is None:
+    if not isinstance(info_fields.get("sha256"), str) or info_fields.get("version") is None:
         raise AccessRefused(
             "update_info: version and sha256 are required of a file: an altered one would not be noticed"
         )
-    return str(fields["version"])
+    return str(info_fields["version"])
 
 
 async def _check_adapter(body: dict[str, Any]) -> None:
     try:
         # On a thread: an adapter may have a gigabyte, and the loop serves tokens meanwhile. asyncio and not trio,
         # since this runs under uvicorn in vLLM's process too.
-        digest = await asyncio.to_thread(folder_digest, Path(str(body.get("lora_path"))))
+        files_digest = await asyncio.to_thread(folder_digest, Path(str(body.get("lora_path"))))
     except (OSError, ValueError):
         return  # the engine says that it is not there
-    if not hmac.compare_digest(digest, str(body.get("sha256"))):
+    if not hmac.compare_digest(files_digest, str(body.get("sha256"))):
         raise AccessRefused(f"lora_path = {body.get('lora_path')!r}: its files are not those that were signed")
 
 
@@ -232,18 +233,18 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 async def _whole(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+    body_parts: list[bytes] = []
+    received_bytes = 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise AccessRefused("the connection was closed before the body ended")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > _BODY_BYTES:
+        body_parts.append(message.get("body", b""))
+        received_bytes += len(body_parts[-1])
+        if received_bytes > _BODY_BYTES:
             raise AccessRefused(f"the body is larger than {_BODY_BYTES} bytes")
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return b"".join(body_parts)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -275,10 +276,10 @@ async def _refuse(scope: Scope, send: Send, status: int, text: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    kind = "Unauthorized" if status == 401 else "Forbidden"
-    body = json.dumps({"error": {"message": text, "type": kind, "code": status}}).encode()
+    error_type = "Unauthorized" if status == 401 else "Forbidden"
+    answer_body = json.dumps({"error": {"message": text, "type": error_type, "code": status}}).encode()
     # The rest of its body is not read: the connection ends with the answer.
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer_body)).encode())]
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": answer_body})

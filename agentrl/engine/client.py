@@ -65,15 +65,17 @@ class EngineClient:
         self.url, self.version = url.rstrip("/").removesuffix("/v1"), version
         self._connect_s, self._vocabulary = connect_s, vocabulary
         self.dialect = _DIALECTS[kind]
-        place = socket_of(self.url)
-        self._transport = transport or TrioTransport(socket=place)
+        socket_path = socket_of(self.url)
+        self._transport = transport or TrioTransport(socket=socket_path)
         self._key = EngineKey.of(api_key) if isinstance(api_key, str) else api_key
-        key, base = auth.bearer(self._key), self.url if place is None else "http://localhost"
-        self._stream_headers = httpx.Headers(_STREAMED | key)
+        key_header, base_url = auth.bearer(self._key), self.url if socket_path is None else "http://localhost"
+        self._stream_headers = httpx.Headers(_STREAMED | key_header)
         # No proxies or certificates from the environment: an engine is on this machine or in this cluster, and an
         # HTTP_PROXY meant for downloads would receive the key of every request.
-        self._http = httpx.AsyncClient(base_url=base, headers=key, transport=self._transport, trust_env=False)
-        self._generate_url = httpx.URL(base + self.dialect.generate_path)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, headers=key_header, transport=self._transport, trust_env=False
+        )
+        self._generate_url = httpx.URL(base_url + self.dialect.generate_path)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration ends the request. An infinite
@@ -88,34 +90,36 @@ class EngineClient:
         # engine, and a comparison with the moved one would take a healthy engine for one that went back.
         parser, version_before = self.dialect.parser(self.version, request, self._vocabulary), self.version
         answer: _StreamedBody | None = None
-        lines = Lines()
+        event_lines = Lines()
         try:
             while True:
                 try:
                     with _until(deadline):  # no cancel scope may span a yield: each wait has its own
                         if answer is None:
                             answer = await self._send_generation(request)
-                        part = await answer.read()
+                        body_part = await answer.read()
                 except _FAILURES as error:
                     raise self._failure(error, request.deadline_s) from error
-                if part is None:
-                    text = f"{self.url} closed the stream of {request.request_id!r} before its end"
-                    raise EngineBroke(text, url=self.url)
-                for event in lines.payloads(part):
+                if body_part is None:
+                    complaint = f"{self.url} closed the stream of {request.request_id!r} before its end"
+                    raise EngineBroke(complaint, url=self.url)
+                for payload in event_lines.payloads(body_part):
                     # A push may have ended while this stream was silent. A server that stamps no chunk would
                     # otherwise label its next tokens with the version before the push, and they would be corrected
                     # for a staleness that they do not have.
                     parser.version = max(parser.version, self.version)
                     try:
-                        chunk = parser.parse(parse_json(event))
+                        chunk = parser.parse(parse_json(payload))
                     except EngineRefusal as error:
-                        text = f"{self.url} refused {request.request_id!r}: {error}"
+                        complaint = f"{self.url} refused {request.request_id!r}: {error}"
                         # The class decides whose fault it is (law 3). A refusal concerns the request, and the router
                         # offers it to one other engine; everything else concerns the engine, which leaves the fleet.
-                        raise EngineRefusal(text, url=self.url, status=error.status, reason=error.reason) from error
+                        raise EngineRefusal(
+                            complaint, url=self.url, status=error.status, reason=error.reason
+                        ) from error
                     except EngineError as error:
-                        text = f"{self.url} broke {request.request_id!r} off: {error}"
-                        raise EngineBroke(text, url=self.url, status=error.status, reason=error.reason) from error
+                        complaint = f"{self.url} broke {request.request_id!r} off: {error}"
+                        raise EngineBroke(complaint, url=self.url, status=error.status, reason=error.reason) from error
                     if parser.stated:
                         self._heard(parser.stated, version_before)
                     if chunk is None:
@@ -130,8 +134,8 @@ class EngineClient:
                     # turn goes on elsewhere with all that was sound.
                     # `test_of_a_chunk_with_a_bad_log_prob_the_tokens_before_it_are_kept` holds it.
                     if parser.unsound is not None:
-                        text = f"{self.url} broke {request.request_id!r} off: {parser.unsound}"
-                        raise EngineBroke(text, url=self.url)
+                        complaint = f"{self.url} broke {request.request_id!r} off: {parser.unsound}"
+                        raise EngineBroke(complaint, url=self.url)
         finally:
             if answer is not None and not answer.ended:
                 with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
@@ -140,16 +144,18 @@ class EngineClient:
     def _heard(self, stated: Sequence[VersionSpan], known: int) -> None:
         """Note the versions that the engine `stated`; `known` is its version at the request. An older one means that
         the server was restarted or rolled back: raises, so that the caller asks which weights it has now."""
-        older = next((span for span in stated if span.version < known), None)
-        if older is None:
+        older_span = next((span for span in stated if span.version < known), None)
+        if older_span is None:
             self.version = max(self.version, stated[-1].version)
             return
-        self.version = older.version
+        self.version = older_span.version
         # A span with a negative start restates tokens that were already yielded under the newer version. The turn has
         # them with a wrong stamp, so it cannot go on elsewhere; from the start of this chunk on nothing is spoiled
         # yet.
-        kind = EngineBroke if older.start >= 0 else EngineError
-        raise kind(f"{self.url} serves version {older.version}, and served {known} before: was it started anew?")
+        error_type = EngineBroke if older_span.start >= 0 else EngineError
+        raise error_type(
+            f"{self.url} serves version {older_span.version}, and served {known} before: was it started anew?"
+        )
 
     async def _drain(self, answer: _StreamedBody) -> None:
         """Read a finished stream to its end, so that its connection can be reused; a failure does no harm."""
@@ -167,20 +173,22 @@ class EngineClient:
         The transport is called without httpx's client around it: redirects, cookies and hooks cost more for a turn than
         all the rest. To write the bytes without an `httpx.Request` as well was tried: it saved 65 µs of CPU of a turn's
         1.2 ms, for a second path through this module and the transport."""
-        body = to_json(self.dialect.request_json(request))
+        body_bytes = to_json(self.dialect.request_json(request))
         extensions = {"timeout": {"connect": self._connect_s}}
         headers = self._stream_headers
-        sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
-        response = await self._transport.handle_async_request(sent)
+        http_request = httpx.Request(
+            "POST", self._generate_url, headers=headers, content=body_bytes, extensions=extensions
+        )
+        response = await self._transport.handle_async_request(http_request)
         answer = _StreamedBody(response)
         # The body of a refusal says why, so it is read to its end before the connection goes back. An error that is
         # raised first would leave it half read, and the pool would have to close it.
         if response.status_code != 200:
             try:
-                parts = list[bytes]()
-                while (part := await answer.read()) is not None:
-                    parts.append(part)
-                raise self._failed(response.status_code, b"".join(parts))
+                body_parts = list[bytes]()
+                while (body_part := await answer.read()) is not None:
+                    body_parts.append(body_part)
+                raise self._failed(response.status_code, b"".join(body_parts))
             finally:
                 await answer.aclose()
         return answer
@@ -201,15 +209,15 @@ class EngineClient:
             # httpx's read and write timeouts are for each wait by itself; a server that drips one byte a second would
             # never meet them. trio's scope bounds the call as a whole (law 4), and only connecting has a shorter
             # bound of its own.
-            timeout = httpx.Timeout(None, connect=self._connect_s)
-            request = self._http.build_request(method, path, json=json, params=params, timeout=timeout)
+            http_timeout = httpx.Timeout(None, connect=self._connect_s)
+            http_request = self._http.build_request(method, path, json=json, params=params, timeout=http_timeout)
             if self._key is not None and self._key.signing is not None and auth.changes(method, path):
-                query = request.url.query.decode("latin-1")
-                target = f"{path}?{query}" if query else path
+                query_string = http_request.url.query.decode("latin-1")
+                target = f"{path}?{query_string}" if query_string else path
                 # From the built request, and not from the arguments: the signature has to cover the bytes that go
                 # out, in httpx's own spelling of JSON and query.
-                request.headers[auth.SIGNATURE] = auth.signature(self._key, method, target, request.content)
-            response = await self._http.send(request)
+                http_request.headers[auth.SIGNATURE] = auth.signature(self._key, method, target, http_request.content)
+            response = await self._http.send(http_request)
         if response.status_code >= 400:
             raise self._refused(response.status_code, response.content)
         return response.content
@@ -245,15 +253,15 @@ class EngineClient:
     async def proves(self, key: EngineKey, *, deadline_s: float = 5.0) -> bool:
         """Whether a healthy server answers that has this key: it is the one that was started with it, and no other that
         listens at its address."""
-        challenge, timeout = uuid4().hex, httpx.Timeout(None, connect=self._connect_s)
+        challenge, http_timeout = uuid4().hex, httpx.Timeout(None, connect=self._connect_s)
         try:
             with self._named(deadline_s, "/health"), trio.fail_after(deadline_s):
                 headers = {auth.CHALLENGE: challenge}
-                answer = await self._http.get("/health", headers=headers, timeout=timeout)
+                health_answer = await self._http.get("/health", headers=headers, timeout=http_timeout)
         except EngineError:
             return False
-        return answer.is_success and hmac.compare_digest(
-            answer.headers.get(auth.PROOF, "").encode(),
+        return health_answer.is_success and hmac.compare_digest(
+            health_answer.headers.get(auth.PROOF, "").encode(),
             auth.proof(key, challenge.encode()).encode(),
         )
 
@@ -263,18 +271,18 @@ class EngineClient:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each conditioned on the tokens before it, under
         `model` (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the
         engine does not score prompts."""
-        body = self.dialect.score_json(token_ids, model)
-        answer = parse_json(await self.call("POST", self.dialect.generate_path, json=body, deadline_s=deadline_s))
+        score_body = self.dialect.score_json(token_ids, model)
+        answer = parse_json(await self.call("POST", self.dialect.generate_path, json=score_body, deadline_s=deadline_s))
         return self.dialect.prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The weight version that the engine serves now; also stored in `version`. If the server does not state it, one
         token is requested."""
-        stated = await self.dialect.stated_version(self, deadline_s=deadline_s)
-        if stated is not None:
-            self.version = stated
-            return stated
-        probe = GenerateRequest(
+        stated_version = await self.dialect.stated_version(self, deadline_s=deadline_s)
+        if stated_version is not None:
+            self.version = stated_version
+            return stated_version
+        probe_request = GenerateRequest(
             request_id=f"version-probe-{uuid4().hex}",
             session="version-probe",
             token_ids=(0,),
@@ -284,25 +292,25 @@ class EngineClient:
         # The probe goes through `stream`, which takes an older version than the known one for a restart and raises.
         # Here going back is the answer that we want.
         self.version = 0  # it may be lower than before
-        spans = (await self.generate(probe)).spans
-        if not spans:
-            text = f"{self.url} does not say which weight version it serves: it samples no token"
-            raise EngineBroke(text, url=self.url)
-        return spans[-1].version
+        version_spans = (await self.generate(probe_request)).spans
+        if not version_spans:
+            complaint = f"{self.url} does not say which weight version it serves: it samples no token"
+            raise EngineBroke(complaint, url=self.url)
+        return version_spans[-1].version
 
     async def metrics(self, *, deadline_s: float = 5.0) -> dict[str, float]:
         """The engine's gauges and counters by name, summed over labels, without histogram buckets. Raises EngineError
         if the text holds something else."""
-        body = await self.call("GET", "/metrics", deadline_s=deadline_s)
-        values: dict[str, float] = {}
-        for line in body.decode(errors="replace").splitlines():
-            name = line.rpartition(" ")[0].partition("{")[0]
+        metrics_text = await self.call("GET", "/metrics", deadline_s=deadline_s)
+        metric_values: dict[str, float] = {}
+        for metrics_line in metrics_text.decode(errors="replace").splitlines():
+            metric_name = metrics_line.rpartition(" ")[0].partition("{")[0]
             # Buckets would be summed over their bounds, each of which already counts all smaller ones: a number
             # without a meaning. Sum and count of a histogram stay.
-            if name and not name.startswith("#") and not name.endswith("_bucket"):
-                name = self.dialect.metric(name)
-                values[name] = values.get(name, 0.0) + metric(line)[1]
-        return values
+            if metric_name and not metric_name.startswith("#") and not metric_name.endswith("_bucket"):
+                metric_name = self.dialect.metric(metric_name)
+                metric_values[metric_name] = metric_values.get(metric_name, 0.0) + metric(metrics_line)[1]
+        return metric_values
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -311,22 +319,22 @@ class EngineClient:
     def _failed(self, status: int, body: bytes) -> EngineError:
         """The error for a failed generation's status and body."""
         reason = refusal(body)
-        text = f"{self.url} answered {status}: {reason}"
+        complaint = f"{self.url} answered {status}: {reason}"
         if status in _REFUSALS:
-            return EngineRefusal(text, url=self.url, status=status, reason=reason)
+            return EngineRefusal(complaint, url=self.url, status=status, reason=reason)
         # 500 of a generation is `EngineBroke`, unlike in `_refused` below: the engine took the request and failed it,
         # which counts against the request after several engines did the same. Nothing of the kind is true of an admin
         # call.
-        kind = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
-        return kind(text, url=self.url, status=status, reason=reason)
+        error_type = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
+        return error_type(complaint, url=self.url, status=status, reason=reason)
 
     def _refused(self, status: int, body: bytes) -> EngineError:
         reason, is_too_long = refusal(body), outgrew_context(status, body)
-        text = f"{self.url} answered {status}: {reason}"
+        complaint = f"{self.url} answered {status}: {reason}"
         if status in _REFUSALS or is_too_long:
-            return EngineRefusal(text, url=self.url, status=status, reason=reason, context_full=is_too_long)
-        kind = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
-        return kind(text, url=self.url, status=status, reason=reason)
+            return EngineRefusal(complaint, url=self.url, status=status, reason=reason, context_full=is_too_long)
+        error_type = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
+        return error_type(complaint, url=self.url, status=status, reason=reason)
 
     @contextmanager
     def _named(self, deadline_s: float, what: str = "a generation") -> Generator[None]:
@@ -357,11 +365,11 @@ class _StreamedBody:
 
     async def read(self) -> bytes | None:
         """The next part; None at the end."""
-        part = await anext(self._parts, None)
-        if part is None:
+        body_part = await anext(self._parts, None)
+        if body_part is None:
             self.ended = True
             await self.aclose()
-        return part
+        return body_part
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -376,12 +384,12 @@ class Lines:
     def payloads(self, part: bytes) -> list[bytes]:
         # Parts of a body are cut anywhere, in the midst of a character as well, so bytes are joined up to a line end
         # before anything is decoded. `test_events_cut_anywhere_are_put_together` cuts at every place.
-        first, *others = part.split(b"\n")
-        self._begun.append(first)
+        line_end, *next_pieces = part.split(b"\n")
+        self._begun.append(line_end)
         payloads = list[bytes]()
-        for other in others:
-            line, self._begun = b"".join(self._begun), [other]
-            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+        for next_piece in next_pieces:
+            whole_line, self._begun = b"".join(self._begun), [next_piece]
+            if whole_line.startswith(b"data:") and (payload := whole_line[5:].strip()) != b"[DONE]":
                 payloads.append(payload)
         return payloads
 

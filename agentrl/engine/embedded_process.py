@@ -53,7 +53,7 @@ def embedded_argv(
     """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers. It
     listens on `socket`, or else on `host` and `port`. Its key is in its environment. New weights may come from the
     places `weights_from`; without any from where learners of this machine keep them."""
-    argv = [
+    arguments = [
         sys.executable,
         "-m",
         "agentrl.engine.embedded",
@@ -61,16 +61,16 @@ def embedded_argv(
         str(model_dir),
         *(["--host", host, "--port", str(port)] if socket is None else ["--socket", str(socket)]),
     ]
-    argv += ["--threads", str(settings.threads), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
-    argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
-    argv += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
+    arguments += ["--threads", str(settings.threads), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
+    arguments += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
+    arguments += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
     if max_context is not None:
-        argv += ["--max-model-len", str(max_context)]
+        arguments += ["--max-model-len", str(max_context)]
     if weights is not None:
-        argv += ["--weights", str(weights)]
-    for place in weights_from:
-        argv += ["--weights-from", place]
-    return argv
+        arguments += ["--weights", str(weights)]
+    for weight_place in weights_from:
+        arguments += ["--weights-from", weight_place]
+    return arguments
 
 
 @asynccontextmanager
@@ -95,13 +95,13 @@ async def launch_embedded(
 
     Raises UsageError if it cannot start with these arguments, EngineUnavailable if it dies or is not up in time."""
     settings = settings or EngineSettings()
-    async with owned_folder() as owner:
-        ready_file, errors = owner.path / "ready.json", owner.path / "errors.txt"
-        argv = embedded_argv(
+    async with owned_folder() as engine_folder:
+        ready_file, errors_path = engine_folder.path / "ready.json", engine_folder.path / "errors.txt"
+        arguments = embedded_argv(
             model_dir,
             settings,
             ready_file=ready_file,
-            socket=owner.path / "engine.sock" if host is None else None,
+            socket=engine_folder.path / "engine.sock" if host is None else None,
             host=host or "",
             port=port,
             version=version,
@@ -111,24 +111,29 @@ async def launch_embedded(
         )
         # The mark is in the environment, which children inherit: a janitor recognises a process by it even where its
         # parent is gone.
-        env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
-        with errors.open("wb") as errors_file:
-            output = log or json_log.objects() or errors_file.fileno()
-            argv += [] if key is not None or host is None else ["--no-key"]
-            argv += [] if name is None else ["--served-model-name", name]
-            argv += [] if tool_parser is None else ["--tool-parser", tool_parser]
-            argv = json_log.wrapped(argv, "engine") if json_log.objects() else argv
+        # What the engine leaves in its temporary folder goes with that folder.
+        environment = {**os.environ, "TMPDIR": str(engine_folder.path), **engine_folder.mark}
+        with errors_path.open("wb") as errors_file:
+            output_fd = log or json_log.objects() or errors_file.fileno()
+            arguments += [] if key is not None or host is None else ["--no-key"]
+            arguments += [] if name is None else ["--served-model-name", name]
+            arguments += [] if tool_parser is None else ["--tool-parser", tool_parser]
+            arguments = json_log.wrapped(arguments, "engine") if json_log.objects() else arguments
             # Emptied where the engine has none: the keys of an engine that this process itself is given would be
             # inherited, and the new one would refuse its owner.
-            keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
+            key_values = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
             # Standard input is a pipe that only this process holds. When it dies, by SIGKILL too, the kernel closes
             # the pipe, and the engine ends (`--lifeline`): law 4 without any cleanup that could be skipped.
             process = await trio.lowlevel.open_process(
-                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=output_fd,
+                stderr=output_fd,
+                env={**environment, **key_values},
             )
         try:
-            url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)
-            yield EmbeddedEngine(url=url, process=process, key=key)
+            engine_url = await _wait_ready(process, ready_file, errors_path, settings.start_deadline_s)
+            yield EmbeddedEngine(url=engine_url, process=process, key=key)
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)
@@ -139,11 +144,11 @@ async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, dea
         while not await trio.Path(ready_file).exists():
             # A child that refuses its arguments is over in a tenth of a second, and the caller should not wait out
             # `start_deadline_s` to learn it.
-            status = process.poll()
-            if status is not None:
-                lines = (await trio.Path(errors).read_text()).strip().splitlines() or [_UNSAID]
-                kind = UsageError if status == 2 else EngineUnavailable
-                raise kind(f"the engine did not start: {lines[-1].removeprefix('error: ')}")
+            exit_status = process.poll()
+            if exit_status is not None:
+                error_lines = (await trio.Path(errors).read_text()).strip().splitlines() or [_UNSAID]
+                error_type = UsageError if exit_status == 2 else EngineUnavailable
+                raise error_type(f"the engine did not start: {error_lines[-1].removeprefix('error: ')}")
             await trio.sleep(_POLL_S)
         return json.loads(await trio.Path(ready_file).read_text())["url"]
     raise EngineUnavailable(f"the engine was not up within {deadline_s:g} s")
@@ -166,8 +171,8 @@ def _lives(group: int) -> bool:
     except (ProcessLookupError, PermissionError):  # nobody, or in macOS zombies alone
         return False
     for process in Path("/proc").glob("[0-9]*"):
-        state, _, of_group, *_ = process_stat(process.name) or ("Z", "", "-1")
-        if int(of_group) == group and state != "Z":
+        process_state, _, process_group, *_ = process_stat(process.name) or ("Z", "", "-1")
+        if int(process_group) == group and process_state != "Z":
             return True
     return not has_proc()  # then nobody can tell
 

@@ -31,7 +31,7 @@ class Stitcher:
 
     def add(self, chunk: Chunk) -> None:
         """Append one chunk. Raises EngineError if it contradicts itself."""
-        base = len(self.token_ids)
+        chunk_start = len(self.token_ids)
         if len(chunk.logprobs) != len(chunk.token_ids):
             raise EngineError(f"a chunk has {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
         if chunk.columns:
@@ -47,15 +47,15 @@ class Stitcher:
         self._versions += [-1] * len(chunk.token_ids)
         self._experts = chunk.experts
         for span in chunk.spans:
-            start, end = base + span.start, base + span.end
-            if not 0 <= start <= end <= len(self.token_ids):
+            span_start, span_end = chunk_start + span.start, chunk_start + span.end
+            if not 0 <= span_start <= span_end <= len(self.token_ids):
                 raise EngineError(f"a chunk's version span {span} lies outside the {len(self.token_ids)} tokens")
             # The later word holds. A vLLM without our plugin labels a stream with the version that the client knew,
             # and its last event says what was true.
-            self._versions[start:end] = [span.version] * (end - start)
+            self._versions[span_start:span_end] = [span.version] * (span_end - span_start)
             if span.recomputed:
-                self._recomputed.add(start)
-        if -1 in self._versions[base:]:
+                self._recomputed.add(span_start)
+        if -1 in self._versions[chunk_start:]:
             raise EngineError("a chunk has tokens without a weight version")
 
     def generation(self, finish: Finish) -> Generation:

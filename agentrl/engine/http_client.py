@@ -54,26 +54,26 @@ class TrioTransport(httpx.AsyncBaseTransport):
             return await self._secure.handle_async_request(request)
         timeouts = cast("Mapping[str, float | None]", request.extensions.get("timeout", {}))
         stream = cast("httpx.AsyncByteStream", request.stream)
-        data = head_of(request) + b"".join([part async for part in stream])
+        request_bytes = head_of(request) + b"".join([part async for part in stream])
         origin = (request.url.host, request.url.port or 80) if self._socket is None else (self._socket, 0)
         # The newest idle connection, from the top of the stack: the older ones below grow old and are closed, so the
         # pool shrinks by itself after a burst.
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"), self._door)
         try:
-            await connection.send(data, timeouts.get("write"))
+            await connection.send(request_bytes, timeouts.get("write"))
             status, headers = await connection.read_head(timeouts.get("read"))
         # Cancellation too: a request that was sent and not answered would leave its answer to the next one on this
         # connection.
         except BaseException:
             connection.close()
             raise
-        body = _Body(self, origin, connection, timeouts.get("read"))
-        return httpx.Response(status, headers=headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
+        response_body = _Body(self, origin, connection, timeouts.get("read"))
+        return httpx.Response(status, headers=headers, stream=response_body, extensions={"http_version": b"HTTP/1.1"})
 
     def _take(self, origin: Origin) -> _Connection | None:
-        idle = self._idle.get(origin)
-        while idle:
-            connection = idle.pop()
+        idle_connections = self._idle.get(origin)
+        while idle_connections:
+            connection = idle_connections.pop()
             # Checked before use, since a POST cannot be sent again blindly after it was lost: the server may have
             # begun to sample. `test_a_connection_that_the_server_closed_while_idle_is_replaced` has the race.
             if connection.alive() and trio.current_time() - connection.idle_since < self._keepalive_s:
@@ -86,17 +86,17 @@ class TrioTransport(httpx.AsyncBaseTransport):
         if not connection.reusable():
             connection.close()
             return
-        idle = self._idle.setdefault(origin, deque())
-        connection.idle_since = now = trio.current_time()
-        idle.append(connection)
-        while idle and now - idle[0].idle_since >= self._keepalive_s:
-            idle.popleft().close()
+        idle_connections = self._idle.setdefault(origin, deque())
+        connection.idle_since = current_time = trio.current_time()
+        idle_connections.append(connection)
+        while idle_connections and current_time - idle_connections[0].idle_since >= self._keepalive_s:
+            idle_connections.popleft().close()
 
     async def aclose(self) -> None:
         """Close all idle connections."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().close()
+        for idle_connections in self._idle.values():
+            while idle_connections:
+                idle_connections.pop().close()
         if self._secure is not None:
             await self._secure.aclose()
 
@@ -150,20 +150,20 @@ class _Connection:
     async def send(self, data: bytes, timeout_s: float | None) -> None:
         try:
             # A request is small: the kernel mostly takes it at once. `read_head`, which comes next, is a checkpoint.
-            sent = _at_once(self._socket.send, data) or 0
-            if sent < len(data):
+            sent_bytes = _at_once(self._socket.send, data) or 0
+            if sent_bytes < len(data):
                 with _within(timeout_s):
-                    await self._stream.send_all(data[sent:])
+                    await self._stream.send_all(data[sent_bytes:])
         except trio.TooSlowError as error:
             raise httpx.WriteTimeout(str(error)) from error
         except _FAILURES as error:
             raise httpx.WriteError(str(error)) from error
 
     async def read_head(self, timeout_s: float | None) -> tuple[int, list[tuple[bytes, bytes]]]:
-        taken = 0
+        taken_bytes = 0
         while self._status is None:
-            taken += await self._read(timeout_s)
-            if taken > _HEAD_BYTES and self._status is None:
+            taken_bytes += await self._read(timeout_s)
+            if taken_bytes > _HEAD_BYTES and self._status is None:
                 raise httpx.RemoteProtocolError(f"the server's headers are longer than {_HEAD_BYTES} bytes")
         return self._status, self._headers
 
@@ -171,25 +171,25 @@ class _Connection:
         """Some of the body; None at its end."""
         while not self._body and not self._ended:
             await self._read(timeout_s)
-        data, self._body = self._body, b""
-        return data or None
+        body_bytes, self._body = self._body, b""
+        return body_bytes or None
 
     async def _read(self, timeout_s: float | None) -> int:
         """Take what comes next; how many bytes it was."""
         try:
             with _within(timeout_s):
-                data = None
-                while data is None:  # a server takes its time: to wait first saves a vain look
+                received = None
+                while received is None:  # a server takes its time: to wait first saves a vain look
                     await trio.lowlevel.wait_readable(self._socket)
                     # After the wait and before the read: at this point all readers that are ready stand in line, and
                     # the door lets them through in order.
                     await self._door.through()
-                    data = _at_once(self._socket.recv, _READ_BYTES)
+                    received = _at_once(self._socket.recv, _READ_BYTES)
         except trio.TooSlowError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except _FAILURES as error:
             raise httpx.ReadError(str(error)) from error
-        if not data:
+        if not received:
             if self._status is None or any(name.lower() in _FRAMING for name, _ in self._headers):
                 raise httpx.RemoteProtocolError("the server closed the connection before its answer's end")
             # Only without both headers that announce a length (RFC 9112, section 6.3): with one of them the end of
@@ -197,10 +197,10 @@ class _Connection:
             self._ended = True  # a body of unsaid length ends with its connection
         else:
             try:
-                self._parser.feed_data(data)
+                self._parser.feed_data(received)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 raise httpx.RemoteProtocolError(f"the server does not speak HTTP/1.1: {error}") from error
-        return len(data)
+        return len(received)
 
     def on_message_begin(self) -> None:
         # An answer that nobody requested is left over from an earlier one, or another server's. Read as the next
@@ -271,16 +271,16 @@ class _Body(httpx.AsyncByteStream):
         if connection is None:
             raise StopAsyncIteration
         try:
-            data = await connection.read_data(self._timeout_s)
+            body_bytes = await connection.read_data(self._timeout_s)
         except BaseException:
             await self.aclose()
             raise
         if connection.over:
             self._connection = None
             self._transport.give_back(self._origin, connection)
-        if data is None:
+        if body_bytes is None:
             raise StopAsyncIteration
-        return data
+        return body_bytes
 
     async def aclose(self) -> None:
         """A response that was not read to its end takes its connection with it: the server sees the client leave."""
@@ -292,8 +292,8 @@ class _Body(httpx.AsyncByteStream):
 async def _connect(origin: Origin, timeout_s: float | None, door: _Door) -> _Connection:
     try:
         with _within(timeout_s):
-            path, port = origin
-            stream = await trio.open_tcp_stream(path, port) if port else await _open_socket(path)
+            socket_path, port = origin
+            stream = await trio.open_tcp_stream(socket_path, port) if port else await _open_socket(socket_path)
             return _Connection(stream, door)
     except trio.TooSlowError as error:
         raise httpx.ConnectTimeout(str(error)) from error
@@ -303,20 +303,20 @@ async def _connect(origin: Origin, timeout_s: float | None, door: _Door) -> _Con
 
 async def _open_socket(path: str) -> trio.SocketStream:
     """Connect to a Unix socket. If many do at once, its queue is full for a moment."""
-    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    plain_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        plain.setblocking(False)
+        plain_socket.setblocking(False)
         while True:
             try:
-                plain.connect(path)
+                plain_socket.connect(path)
             # Linux answers EAGAIN where the queue of a Unix socket is full, and gives no event for when there is
             # room: so it is tried again. TCP would wait by itself.
             except BlockingIOError:
                 await trio.sleep(_FULL_S)
             else:
-                return trio.SocketStream(trio.socket.from_stdlib_socket(plain))
+                return trio.SocketStream(trio.socket.from_stdlib_socket(plain_socket))
     except BaseException:
-        plain.close()
+        plain_socket.close()
         raise
 
 
@@ -341,8 +341,8 @@ def _at_once(call: Callable[[Any], T], argument: object) -> T | None:
 def head_of(request: httpx.Request) -> bytes:
     """The request line and headers. Raises httpx.LocalProtocolError for what would not be read as sent."""
     headers = request.headers.raw
-    first = b"%s %s HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
-    head = b"".join([first, *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
+    request_line = b"%s %s HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
+    head = b"".join([request_line, *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
     # A header value with a line end in it would be read as a header or a request of its own (request smuggling).
     # Counting over the whole head is one pass, where a look at each value costs more than the rest of this function.
     if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2 or b"\0" in head:

@@ -48,23 +48,23 @@ def codes_of(document: Mapping[str, Any]) -> tuple[str, ...]:
     """The codes and types of an error body, in lower case with underscores. Numbers, which repeat the status, are left
     out."""
     return tuple(
-        re.sub(r"[\s-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", value)).lower()
+        re.sub(r"[\s-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", code_text)).lower()
         for fields in _errors(document)
-        for name in _CODE_FIELDS
+        for code_field in _CODE_FIELDS
         # `code: "400"` says no more than the status.
-        if isinstance(value := fields.get(name), str) and not value.isdigit()
+        if isinstance(code_text := fields.get(code_field), str) and not code_text.isdigit()
     )
 
 
 def words_of(document: Mapping[str, Any]) -> str:
     """The sentences of an error body. What it echoes of the request is left out."""
-    texts = (
-        value
+    sentences = (
+        sentence
         for fields in _errors(document)
-        for name in _WORD_FIELDS
-        if isinstance(value := fields.get(name), str) and value
+        for word_field in _WORD_FIELDS
+        if isinstance(sentence := fields.get(word_field), str) and sentence
     )
-    return "\n".join(texts)[:_MOST_WORDS]
+    return "\n".join(sentences)[:_MOST_WORDS]
 
 
 def is_context_full(status: int, codes: tuple[str, ...], words: str) -> bool:
@@ -80,11 +80,11 @@ def _errors(document: Any, depth: int = 4) -> Iterator[Mapping[str, Any]]:
     if isinstance(document, list):
         # FastAPI lists one entry for each invalid field; eight of them, at four levels, bound the work for a body
         # that somebody made.
-        for item in cast("list[Any]", document)[:8]:
-            yield from _errors(item, depth)
+        for list_entry in cast("list[Any]", document)[:8]:
+            yield from _errors(list_entry, depth)
     if not isinstance(document, Mapping) or depth == 0:
         return
     fields = cast("Mapping[str, Any]", document)
     yield fields
-    for name in _NESTED_FIELDS:
-        yield from _errors(fields.get(name), depth - 1)
+    for nested_field in _NESTED_FIELDS:
+        yield from _errors(fields.get(nested_field), depth - 1)

@@ -76,37 +76,40 @@ async def running_engine(
         raise ConfigError("engine.kind", "sglang", hint)
     if door.host is not None and door.port:
         check_free(door.host, door.port)
-    async with owned_folder(patience_s=_PATIENCE_S) as owner:
-        (gpus,) = settings.places
+    async with owned_folder(patience_s=_PATIENCE_S) as engine_folder:
+        (gpu_numbers,) = settings.places
         server = vllm_server(
             model,
             settings,
             port=door.port,
-            plugin_folder=owner.path,
+            plugin_folder=engine_folder.path,
             max_context=max_context,
-            gpus=gpus,
+            gpus=gpu_numbers,
             lora_rank=lora_rank,
             lora_targets=lora_targets,
             kept_sets=kept_sets,
             **({} if max_loras is None else {"max_loras": max_loras}),
         )
         server = replace(
-            server, name=name or server.name, tool_parser=PARSERS.get(tool_format(model) or ""), open=door.key is None
+            server,
+            name=name or server.name,
+            tool_parser=PARSERS.get(tool_format(model) or ""),
+            open=door.key is None,
         )
         server = replace(server, weights_from=(*everyday(), *settings.weights_from))
         server = server if door.key is None else replace(server, key=door.key)
         if door.host is None:
-            server = replace(server, socket=owner.path / "engine.sock")
+            server = replace(server, socket=engine_folder.path / "engine.sock")
         else:
             server = replace(server, host=door.host)
             server = server if door.port else server.on_free_port()
         # Outside of the owned folder, which goes with this process: after a failed start the log is what remains to
         # be read.
-        descriptor, log = tempfile.mkstemp(prefix="agentrl-vllm-", suffix=".log")
+        descriptor, log_path = tempfile.mkstemp(prefix="agentrl-vllm-", suffix=".log")
         os.close(descriptor)
-        print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)
+        print(f"starting vLLM {server.build.version}; its log is {log_path}", flush=True)
         async with vllm.running(
-            server, log=Path(log), deadline_s=settings.start_deadline_s, mark=owner.mark, say=_say
+            server, log=Path(log_path), deadline_s=settings.start_deadline_s, mark=engine_folder.mark, say=_say
         ) as process:
             yield server.url, process
 
@@ -122,17 +125,17 @@ def tool_format(model: Path) -> str | None:
 
 def _tool_parser(model: Path) -> str:
     """How the embedded engine reads a model's calls of tools: as its template writes them, else by a text format."""
-    form = get_format(tool_format(model) or "json")
-    return f"{type(form).__module__}:{type(form).__name__}"
+    call_format = get_format(tool_format(model) or "json")
+    return f"{type(call_format).__module__}:{type(call_format).__name__}"
 
 
 def check_free(host: str, port: int) -> None:
     """Raises UsageError if an address is taken: before vLLM is imported, which takes a minute."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(address_family) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe_socket.bind((host, port))
         except OSError as error:
             raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
 

@@ -104,8 +104,8 @@ class ScoringClient:
         if schema is not None:
             answer_schema: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
             request_options["response_format"] = {"type": "json_schema", "json_schema": answer_schema}
-        answer = await self.message(messages, deadline_s=deadline_s, **request_options)
-        return text_of_answer(answer.get("content"))[0]
+        answer_message = await self.message(messages, deadline_s=deadline_s, **request_options)
+        return text_of_answer(answer_message.get("content"))[0]
 
     async def message(
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
@@ -118,19 +118,21 @@ class ScoringClient:
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
     ) -> ChatCompletion:
         """The model's answer with what the server says of it. Raises as `chat`."""
-        body: dict[str, Json] = {**self._model, "messages": [with_parts(message) for message in messages], **options}
-        answer = await self._post("/v1/chat/completions", body, deadline_s)
+        sent_messages: list[Json] = [with_parts(message) for message in messages]
+        chat_request: dict[str, Json] = {**self._model, "messages": sent_messages, **options}
+        answer = await self._post("/v1/chat/completions", chat_request, deadline_s)
         try:
             choice = answer["choices"][0]
-            message, finish = dict(choice["message"]), choice.get("finish_reason")
+            message, finish_reason = dict(choice["message"]), choice.get("finish_reason")
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
-        usage = answer.get("usage")
-        written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
+        token_usage = answer.get("usage")
+        usage_fields = cast("dict[str, Json]", token_usage) if isinstance(token_usage, dict) else {}
+        written_tokens = usage_fields.get("completion_tokens")
         return ChatCompletion(
             message=message,
-            finish_reason=finish if isinstance(finish, str | None) else json.dumps(finish),
-            tokens=written if isinstance(written, int) else None,
+            finish_reason=finish_reason if isinstance(finish_reason, str | None) else json.dumps(finish_reason),
+            tokens=written_tokens if isinstance(written_tokens, int) else None,
         )
 
     async def reach(self, *, deadline_s: float = 10.0) -> None:
@@ -157,7 +159,7 @@ class ScoringClient:
         """The server's tokens of a text, without any that open or close it. Raises as `logprobs`."""
         answer = await self._post("/tokenize", {**self._model, "prompt": text, "add_special_tokens": False})
         try:
-            return tuple(int(token) for token in answer["tokens"])
+            return tuple(int(token_id) for token_id in answer["tokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no tokens: {str(answer)[:200]}") from error
 
@@ -166,40 +168,40 @@ class ScoringClient:
     ) -> tuple[float, ...]:
         answer = await self._post("/classify", {**self._model, **request, "use_activation": activation}, deadline_s)
         try:
-            (entry,) = answer["data"]
-            return tuple(float(number) for number in entry["probs"])
+            (class_entry,) = answer["data"]
+            return tuple(float(probability) for probability in class_entry["probs"])
         except (KeyError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no classification: {str(answer)[:200]}") from error
 
     async def _post(self, path: str, body: Mapping[str, Json], deadline_s: float | None = None) -> dict[str, Json]:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
-        failure: EngineUnavailable | None = None
+        last_failure: EngineUnavailable | None = None
         # Around the wait for a place too. A judge that is slow for all would otherwise get each episode's patience
         # only once its turn in the queue came (law 4).
         with trio.move_on_after(deadline_s):
-            here = self._here()
-            async with granted(here.places, f"a place at {self.url}"):
+            connections = self._here()
+            async with granted(connections.places, f"a place at {self.url}"):
                 for pause_s in _pauses():
                     try:
-                        return parse_json(await here.http.call("POST", path, json=body, deadline_s=math.inf))
+                        return parse_json(await connections.http.call("POST", path, json=body, deadline_s=math.inf))
                     # Only what passes by itself is tried again: a refusal is the input's fault, and a timeout has
                     # used up the deadline.
                     except EngineUnavailable as error:
-                        failure = error
+                        last_failure = error
                     await trio.sleep(pause_s)
-        why = f"; the last attempt: {failure}" if failure else ""
-        raise EngineTimeout(f"{self.url} did not answer {path} within {deadline_s:g} s{why}") from failure
+        last_attempt = f"; the last attempt: {last_failure}" if last_failure else ""
+        raise EngineTimeout(f"{self.url} did not answer {path} within {deadline_s:g} s{last_attempt}") from last_failure
 
     def _here(self) -> _Opened:
         try:
             return self._opened.get()
         except LookupError:
-            http = EngineClient(self.url, api_key=self._api_key, transport=self._transport)
-            opened = _Opened(http, trio.CapacityLimiter(self._concurrency))
+            engine_client = EngineClient(self.url, api_key=self._api_key, transport=self._transport)
+            opened = _Opened(engine_client, trio.CapacityLimiter(self._concurrency))
             self._opened.set(opened)
             # No nursery of ours is open here, and nobody calls `aclose` on a constant: a system task ends with its
             # loop.
-            trio.lowlevel.spawn_system_task(_close_with_the_loop, http)
+            trio.lowlevel.spawn_system_task(_close_with_the_loop, engine_client)
             return opened
 
 

@@ -51,26 +51,26 @@ class Build:
 def installed(python: Path, distributions: Sequence[str]) -> dict[str, str]:
     """The versions of those of the distributions that an interpreter has; empty if it has none or is none."""
     try:
-        done = subprocess.run(
+        finished_query = subprocess.run(
             [python, "-c", _ASK, *distributions], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return {}
-    return cast("dict[str, str]", json.loads(done.stdout))
+    return cast("dict[str, str]", json.loads(finished_query.stdout))
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
     """CUDA's names of GPUs that torch counts: if this process sees only a few, torch counts those from 0. Raises
     ConfigError for a GPU that it does not see."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is None:
         return [str(gpu) for gpu in gpus]
     # Entries may be UUIDs or MIG names: they are passed on as they are, and only counted.
-    names = [name.strip() for name in seen.split(",") if name.strip()]
-    if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
-        hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
-        raise ConfigError("engine.replicas", beyond, hint)
-    return [names[gpu] for gpu in gpus]
+    device_names = [device_name.strip() for device_name in visible_devices.split(",") if device_name.strip()]
+    if unseen_gpus := [gpu for gpu in gpus if gpu >= len(device_names)]:
+        hint = f"CUDA_VISIBLE_DEVICES={visible_devices!r} shows {len(device_names)}: count them from 0"
+        raise ConfigError("engine.replicas", unseen_gpus, hint)
+    return [device_names[gpu] for gpu in gpus]
 
 
 @asynccontextmanager
@@ -79,13 +79,13 @@ async def server_process(
 ) -> AsyncGenerator[trio.Process]:
     """The process of a server for as long as the block runs. Its standard input is its lifeline."""
     command = [str(python), *argv]
-    with log.open("ab") as output:
+    with log.open("ab") as log_file:
         process = await trio.lowlevel.open_process(
             json_log.wrapped(command, "engine") if json_log.is_on() else command,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
+            stdout=log_file,
+            stderr=log_file,
             # A group of its own, so that workers that vLLM left behind can be ended with it, and so that Ctrl-C in
             # the terminal reaches this process first and not the server in the midst of a turn.
             process_group=0,
@@ -139,13 +139,13 @@ async def wait_for(
 ) -> None:
     """Wait, within the caller's deadline, until a server `serves`; `say` gets a line from time to time about what is
     waited for. Raises RunFailed, with `why`, once `ended` says that its process is gone."""
-    began = reported_at = trio.current_time()
+    began_at = reported_at = trio.current_time()
     while not await serves():
         if ended():
             raise RunFailed(f"{name} ended before it was ready: {why()}")
-        if (now := trio.current_time()) - reported_at >= _SAY_S:
-            reported_at = now
-            say(f"{name} imports and loads {model}: {now - began:.0f} s; {_last_line(log)}")
+        if (current_time := trio.current_time()) - reported_at >= _SAY_S:
+            reported_at = current_time
+            say(f"{name} imports and loads {model}: {current_time - began_at:.0f} s; {_last_line(log)}")
         await trio.sleep(_POLL_S)
 
 
@@ -153,10 +153,10 @@ def _last_line(log: Path | None) -> str:
     """Describe the last line of a server's log."""
     if log is None or not log.exists():
         return "no log is kept"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = [line.strip() for line in _lines(file.read().decode(errors="replace")) if line.strip()]
-    return f"its log says: {lines[-1][:160]}" if lines else "it has written nothing yet"
+    with log.open("rb") as log_file:
+        log_file.seek(max(0, log.stat().st_size - 4096))
+        log_lines = [line.strip() for line in _lines(log_file.read().decode(errors="replace")) if line.strip()]
+    return f"its log says: {log_lines[-1][:160]}" if log_lines else "it has written nothing yet"
 
 
 def why_it_ended(log: Path | None, hints: Sequence[tuple[str, str]]) -> str:
@@ -164,13 +164,14 @@ def why_it_ended(log: Path | None, hints: Sequence[tuple[str, str]]) -> str:
     knows it."""
     if log is None or not log.exists():
         return "no log was kept"
-    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in _lines(log.read_text(errors="replace"))]
-    for pattern, hint in hints:
-        if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
-            return f"{hit[:300]} ({hint}); see {log}"
+    log_lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in _lines(log.read_text(errors="replace"))]
+    for pattern, correction in hints:
+        if matching_line := next((line for line in reversed(log_lines) if re.search(pattern, line)), None):
+            return f"{matching_line[:300]} ({correction}); see {log}"
     # The first error is the cause; those after it tell of its consequences.
-    errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
-    return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"
+    error_pattern = r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b"
+    error_lines = [line for line in log_lines if re.match(error_pattern, line)]
+    return f"{(error_lines or log_lines or ['it printed nothing'])[0 if error_lines else -1][:300]}; see {log}"
 
 
 def _lines(text: str) -> list[str]:

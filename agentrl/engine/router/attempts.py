@@ -34,9 +34,9 @@ async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
         if not await knows(span.version):
             # As in `EngineClient._heard`: tokens that the turn has already cannot be taken back, so it ends; new ones
             # are left out, and it goes on.
-            kind = EngineBroke if span.start >= 0 else EngineError
-            other = "does another run send it weights? Each run needs engines of its own (engine.urls)"
-            raise kind(f"{url} samples from version {span.version}, which this run never made: {other}")
+            error_type = EngineBroke if span.start >= 0 else EngineError
+            question = "does another run send it weights? Each run needs engines of its own (engine.urls)"
+            raise error_type(f"{url} samples from version {span.version}, which this run never made: {question}")
 
 
 # Why a broken turn goes on elsewhere, and who is blamed for it.
@@ -84,57 +84,57 @@ class Attempts:
         return attempt(replica, turn, wait)
 
     async def _hedged(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
-        hedges, began, waited_s, seconds = self._hedges, trio.current_time(), turn.waited_s, 0
+        hedges, began_at, waited_s, second_count = self._hedges, trio.current_time(), turn.waited_s, 0
 
         def second() -> Chunks | None:
-            nonlocal seconds
-            other = self._choice.second(turn, replica)
-            if other is None or not hedges.allows(sum(replica.running for replica in self._health.replicas)):
+            nonlocal second_count
+            other_replica = self._choice.second(turn, replica)
+            if other_replica is None or not hedges.allows(sum(replica.running for replica in self._health.replicas)):
                 return None
-            seconds = 1
+            second_count = 1
             # Counted when it is opened, and not when it answers: the bound of `allows` is one of load.
             hedges.opened, hedges.running = hedges.opened + 1, hedges.running + 1
-            wait_there = Wait(watchers=wait.watchers)
+            second_wait = Wait(watchers=wait.watchers)
             if wait.watchers is not None:
-                wait.watchers.start_soon(self._health.watch, wait_there)
-            return self._single(other, turn, wait_there)
+                wait.watchers.start_soon(self._health.watch, second_wait)
+            return self._single(other_replica, turn, second_wait)
 
         def answers(item: tuple[Replica, Chunk]) -> bool:
             # An abort is no answer. An engine that ends every request at once would otherwise win every race.
             return bool(item[1].token_ids) or item[1].finish not in (None, "abort")
 
-        first = self._single(replica, turn, wait)
+        first_stream = self._single(replica, turn, wait)
         try:
-            winner = await race(first, second, wait_s=hedges.wait_s, answers=answers)
+            winning_stream = await race(first_stream, second, wait_s=hedges.wait_s, answers=answers)
         finally:
-            hedges.running -= seconds
-            turn.waited_s = waited_s + trio.current_time() - began  # once, however many waited
-        if winner is None:
+            hedges.running -= second_count
+            turn.waited_s = waited_s + trio.current_time() - began_at  # once, however many waited
+        if winning_stream is None:
             return
-        chunks, item = winner
-        if chunks is not first:
+        chunks, replica_chunk = winning_stream
+        if chunks is not first_stream:
             hedges.won += 1
-            self._choice.move(turn.request.session, item[0])
+            self._choice.move(turn.request.session, replica_chunk[0])
         async with aclosing(chunks):
-            yield item
-            async for item in chunks:
-                yield item
+            yield replica_chunk
+            async for replica_chunk in chunks:
+                yield replica_chunk
 
     async def _single(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
         replica.running += 1
-        began = trio.current_time()
-        sampling = False  # whether a token of this attempt has come
+        began_at = trio.current_time()
+        is_sampling = False  # whether a token of this attempt has come
         try:
             async with aclosing(replica.client.stream(turn.rest())) as chunks:
                 while True:
-                    chunk = await self._next(chunks, replica, turn, wait, sampling=sampling)
+                    chunk = await self._next(chunks, replica, turn, wait, sampling=is_sampling)
                     if chunk is None:
                         return
                     if self._knows is not None and turn.request.version is None:  # else the turn is a past self's
                         await check_version(chunk, replica.client.url, self._knows)
-                    if chunk.token_ids and not sampling:
-                        sampling = True
-                        self._hedges.took(trio.current_time() - began)
+                    if chunk.token_ids and not is_sampling:
+                        is_sampling = True
+                        self._hedges.took(trio.current_time() - began_at)
                         # With the first token, and not with the first chunk: an engine that accepts and then refuses
                         # inside the stream has sampled nothing, and proves nothing about those that refused.
                         self._blame_refusers(turn)
@@ -174,9 +174,9 @@ class Attempts:
         wait.replica, wait.since, wait.asleep_s = replica, trio.current_time(), 0.0
         # Half: an engine that hangs without a word uses up half of the deadline at most, and another one has the
         # rest.
-        left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
+        allowed_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
         # Each wait has its own scope, cancelled when its replica hangs or is drained.
-        wait.scope = trio.CancelScope(deadline=wait.since + left_s)
+        wait.scope = trio.CancelScope(deadline=wait.since + allowed_s)
         replica.waits.add(wait)
         chunk: Chunk | None = None
         try:
@@ -203,8 +203,8 @@ class Attempts:
         self._health.broke(replica, str(why))
         turn.faults += 1
         if turn.faults >= self._max_faults:
-            id = turn.request.request_id
-            raise EngineBroke(f"{id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
+            request_id = turn.request.request_id
+            raise EngineBroke(f"{request_id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
 
     def _blame_refusers(self, turn: TurnRequest) -> None:
         """Note that another replica took a request: a replica that refused it is at fault, and the request is not."""

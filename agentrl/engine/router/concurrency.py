@@ -38,16 +38,16 @@ class Aimd:
 
     def look(self, metrics: Mapping[str, float], sent: int) -> float:
         """Take one reading of an engine's metrics, with `sent` requests of ours at it; return the new limit."""
-        waiting, running = metrics.get(WAITING, 0.0), metrics.get(RUNNING, 0.0)
+        waiting_count, running_count = metrics.get(WAITING, 0.0), metrics.get(RUNNING, 0.0)
         preemptions = metrics.get(PREEMPTIONS, 0.0)
-        preempted = self._preemptions is not None and preemptions > self._preemptions
+        has_preempted = self._preemptions is not None and preemptions > self._preemptions
         # The counter's first reading is the base: an attached engine may have preempted for another client's
         # requests.
         self._preemptions = preemptions
-        starved = waiting > 0 and metrics.get(KV_USED, 0.0) > self.kv_high
+        is_starved = waiting_count > 0 and metrics.get(KV_USED, 0.0) > self.kv_high
         # At least `floor`, so that an engine that runs one request is not called crowded for the second.
-        queued, self._queued = self._queued, waiting > self.queue_share * max(running, self.floor)
-        if preempted or starved or (queued and self._queued):
+        was_queued, self._queued = self._queued, waiting_count > self.queue_share * max(running_count, self.floor)
+        if has_preempted or is_starved or (was_queued and self._queued):
             self.limit = max(self.floor, self.limit * self.factor)
         # Only while the limit holds requests back. Grown in quiet times, it would stand at its ceiling and stop
         # nothing when the load comes.

@@ -104,40 +104,42 @@ class Health:
 
     async def ask(self, replica: Replica) -> None:
         """Ask whether a replica is back, and with which weights."""
-        trouble, version = _MUTE, None
+        trouble, served_version = _MUTE, None
         try:
             if await replica.client.alive(deadline_s=min(_ASK_S, self._probe_s)):
-                version = await replica.client.served_version()
+                served_version = await replica.client.served_version()
         except EngineError as error:
             trouble = str(error)
-        fits = version is not None and await self.fits(version)
+        serves_right_weights = served_version is not None and await self.fits(served_version)
         # An operator's word holds, also where it came while the engine was being asked.
         if replica.state is ReplicaState.DRAINING:
             return
-        if version is None:
+        if served_version is None:
             self._put_off(replica, trouble)
             return
-        replica.serves = version
-        if fits:
+        replica.serves = served_version
+        if serves_right_weights:
             replica.state, replica.trouble = ReplicaState.READY, ""
             self.announce()
         else:
-            replica.state, replica.trouble = ReplicaState.STALE, f"it serves version {version}"
+            replica.state, replica.trouble = ReplicaState.STALE, f"it serves version {served_version}"
 
     async def ask_next(self) -> None:
         """Ask the broken replica that is due first, or wait until another task changes a replica's state."""
         changed = self.changed
-        broken = [replica for replica in self.replicas if replica.state in (ReplicaState.BROKEN, ReplicaState.STALE)]
-        if not broken:
+        broken_replicas = [
+            replica for replica in self.replicas if replica.state in (ReplicaState.BROKEN, ReplicaState.STALE)
+        ]
+        if not broken_replicas:
             await changed.wait()
             return
-        first = min(broken, key=lambda replica: replica.retry_at)
-        with trio.move_on_at(first.retry_at):
+        first_due = min(broken_replicas, key=lambda replica: replica.retry_at)
+        with trio.move_on_at(first_due.retry_at):
             await changed.wait()
             return
-        if first.state in (ReplicaState.BROKEN, ReplicaState.STALE):
-            first.retry_at = trio.current_time() + self._retry_s  # others wait while this one asks
-            await self.ask(first)
+        if first_due.state in (ReplicaState.BROKEN, ReplicaState.STALE):
+            first_due.retry_at = trio.current_time() + self._retry_s  # others wait while this one asks
+            await self.ask(first_due)
 
     # --- checks beside the turns
 
@@ -167,10 +169,10 @@ class Health:
     async def watch(self, wait: Wait) -> None:
         """While a turn waits long at a replica, ask again and again whether the replica lives; leave it if not."""
         while True:
-            since = wait.since if wait.replica is not None else trio.current_time()
-            await trio.sleep_until(since + self._stall_s)
+            waiting_since = wait.since if wait.replica is not None else trio.current_time()
+            await trio.sleep_until(waiting_since + self._stall_s)
             replica = wait.replica
-            if replica is None or wait.since != since:
+            if replica is None or wait.since != waiting_since:
                 continue
             if await self._lives(replica):
                 # Alive and silent: a long prefill, a queue, or a pause. Of these only a sleep is taken off the clock,
@@ -179,20 +181,20 @@ class Health:
                 await trio.sleep(self._stall_s)
                 continue
             self.broke(replica, _MUTE)
-            for other in list(replica.waits):
+            for other_wait in list(replica.waits):
                 # Requests that began to wait later have not been silent as long: they are judged by a look of their
                 # own.
-                if other.since <= since:
-                    other.scope.cancel()
+                if other_wait.since <= waiting_since:
+                    other_wait.scope.cancel()
 
     async def _forgive(self, wait: Wait, replica: Replica) -> None:
         """Do not count a wait until now in which the replica sleeps."""
-        since = wait.since
+        waiting_since = wait.since
         with suppress(EngineError):
             # `since` again after the await: the chunk may have come meanwhile, and another wait has begun in the same
             # object.
-            if self._sleeps and await replica.client.paused(deadline_s=self._probe_s) and wait.since == since:
-                slept_s = trio.current_time() - since
+            if self._sleeps and await replica.client.paused(deadline_s=self._probe_s) and wait.since == waiting_since:
+                slept_s = trio.current_time() - waiting_since
                 wait.scope.deadline += slept_s - wait.asleep_s
                 wait.asleep_s = slept_s
 

@@ -93,42 +93,42 @@ async def race(
     """The stream that is the first to bring an item that `answers`, and this item. `second` is called after `wait_s`
     without one, and may give no stream. Every other stream is closed. None if all streams end before; the first error
     is then raised."""
-    streams, ended = [first], 0
+    streams, ended_count = [first], 0
     errors: list[Exception] = []
-    arrived: list[tuple[AsyncGenerator[T, None], T]] = []
+    arrived_items: list[tuple[AsyncGenerator[T, None], T]] = []
 
     async def listen(stream: AsyncGenerator[T, None]) -> None:
-        nonlocal ended
+        nonlocal ended_count
         try:
             async for item in stream:
                 if answers(item):
-                    arrived.append((stream, item))
+                    arrived_items.append((stream, item))
                     # The nursery ends here, and not the stream: the winner's generator is left where it is, for the
                     # caller to go on with.
                     nursery.cancel_scope.cancel()
                     return
         except Exception as error:  # the other stream may still answer
             errors.append(error)
-        ended += 1
-        if ended == len(streams):
+        ended_count += 1
+        if ended_count == len(streams):
             nursery.cancel_scope.cancel()
 
-    winners: list[AsyncGenerator[T, None]] = []
+    winning_streams: list[AsyncGenerator[T, None]] = []
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(listen, first)
             await trio.sleep(wait_s)
-            if (other := second()) is not None:
-                streams.append(other)
-                nursery.start_soon(listen, other)
+            if (second_stream := second()) is not None:
+                streams.append(second_stream)
+                nursery.start_soon(listen, second_stream)
         # Both may have brought an item before the nursery ended. The first to arrive wins, so that the choice never
         # depends on what was sampled.
-        winners = [stream for stream, _ in arrived[:1]]
+        winning_streams = [stream for stream, _ in arrived_items[:1]]
     finally:
         with trio.CancelScope(shield=True):  # a request that nobody reads any more must end at its engine
             for stream in streams:
-                if stream not in winners:
+                if stream not in winning_streams:
                     await stream.aclose()
-    if errors and not arrived:
+    if errors and not arrived_items:
         raise errors[0]
-    return arrived[0] if arrived else None
+    return arrived_items[0] if arrived_items else None

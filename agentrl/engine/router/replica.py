@@ -95,14 +95,14 @@ class Homes:
 
     def choose(self, session: str, roomy: Sequence[Replica]) -> Replica:
         """The replica for a session's next turn, of those that have room; from now on its home."""
-        least = min(roomy, key=lambda replica: replica.running)
-        home = self._homes.pop(session, least)
+        idlest_replica = min(roomy, key=lambda replica: replica.running)
+        home_replica = self._homes.pop(session, idlest_replica)
         # The 4 keeps small numbers from moving sessions about: 3 requests against 1 is three times as many, and no
         # reason to compute a prefix again.
-        if home not in roomy or home.running > self._slack * (least.running + 4):
-            home = least
-        self.move(session, home)
-        return home
+        if home_replica not in roomy or home_replica.running > self._slack * (idlest_replica.running + 4):
+            home_replica = idlest_replica
+        self.move(session, home_replica)
+        return home_replica
 
     def move(self, session: str, home: Replica) -> None:
         """A session's prefix is at this replica now."""

@@ -167,34 +167,39 @@ class Fleet:
     def follow(self, urls: Sequence[str], client: Callable[[str], Servable]) -> None:
         """Have the engines at these URLs from now on, with new ones by `client`. The running turns of one that is gone
         go on elsewhere."""
-        current = {replica.client.url: replica for replica in self.replicas}
-        addresses = [url.rstrip("/") for url in urls]
+        current_replicas = {replica.client.url: replica for replica in self.replicas}
+        addresses = [engine_url.rstrip("/") for engine_url in urls]
         # No address at all is a moment in which nothing is known, and no fleet without engines: to forget them all
         # would end every turn.
-        if not addresses or addresses == list(current):
+        if not addresses or addresses == list(current_replicas):
             return
-        for url in current.keys() - set(addresses):
+        for engine_url in current_replicas.keys() - set(addresses):
             # The engine's host may be gone already: its turns should not wait until silence proves it.
-            self.drain(url, move=True)
-            self._gone.append(current[url])
-        clients = {url: client(url) for url in addresses if url not in current}
+            self.drain(engine_url, move=True)
+            self._gone.append(current_replicas[engine_url])
+        new_clients = {engine_url: client(engine_url) for engine_url in addresses if engine_url not in current_replicas}
         # A new one is probed before it gets a turn.
-        joined = {url: Replica(new, new.version, state=ReplicaState.BROKEN) for url, new in clients.items()}
-        self._health.replicas = [current.get(url) or joined[url] for url in addresses]
+        joined_replicas = {
+            engine_url: Replica(new_client, new_client.version, state=ReplicaState.BROKEN)
+            for engine_url, new_client in new_clients.items()
+        }
+        self._health.replicas = [
+            current_replicas.get(engine_url) or joined_replicas[engine_url] for engine_url in addresses
+        ]
         self._health.announce()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
         """Check the replicas for ever: start it in the nursery that owns the fleet. It probes idle ones for life,
         broken ones for their return: without it broken ones are probed only when no other is ready. With `start`, this
         rule adapts each replica's limit to its metrics. Replicas that left are closed after their last request."""
-        looked_after: list[Replica] = []
+        watched_replicas: list[Replica] = []
         async with trio.open_nursery() as nursery:
             while True:
                 for replica in self.replicas:
-                    if replica not in looked_after:
-                        rule = None if start is None else replace(start)
-                        nursery.start_soon(self._health.look_after, replica, rule, period_s)
-                looked_after = list(self.replicas)
+                    if replica not in watched_replicas:
+                        limit_rule = None if start is None else replace(start)
+                        nursery.start_soon(self._health.look_after, replica, limit_rule, period_s)
+                watched_replicas = list(self.replicas)
                 for replica in [replica for replica in self._gone if not replica.running]:
                     self._gone.remove(replica)
                     await replica.client.aclose()
@@ -240,8 +245,8 @@ class Fleet:
     async def _chunks(self, turn: TurnRequest, wait: Wait) -> AsyncGenerator[Chunk, None]:
         """All chunks of a turn, from one attempt after the other."""
         health = self._health
-        while (last := turn.ending()) is None:
-            replica, outdated = await self._choice.first(turn), False
+        while (last_chunk := turn.ending()) is None:
+            replica, is_outdated = await self._choice.first(turn), False
             async with aclosing(self._attempts.at(replica, turn, wait)) as chunks:
                 async for replica, chunk in chunks:
                     for version in turn.versions(chunk):
@@ -251,18 +256,18 @@ class Fleet:
                         yield chunk
                     if chunk.finish:
                         return
-                    versions = turn.versions(chunk) if self._preempt else []
+                    chunk_versions = turn.versions(chunk) if self._preempt else []
                     # By the chunk's last version: a swap in the midst of it has brought the new weights, and the turn
                     # may stay.
-                    if outdated := bool(versions) and not await health.fits(versions[-1]):
+                    if is_outdated := bool(chunk_versions) and not await health.fits(chunk_versions[-1]):
                         break
-            if outdated:
+            if is_outdated:
                 await health.ask(replica)  # without the new weights it becomes stale and gets no turn
             # At this empty chunk a worker journals the tokens so far: the next engine's first one may be minutes
             # away, and a death until then would lose them.
             yield SEAM
             self._choice.check_time(turn)
-        yield last
+        yield last_chunk
 
 
 class Policies:

@@ -64,17 +64,17 @@ class TurnRequest:
     def rest(self) -> GenerateRequest:
         """Begin an attempt: a request for the rest of the turn, with an infinite deadline: the caller bounds waits."""
         request, received = self.request, self.received
-        number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
-        new = received[request.sampled :]
+        attempt_number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
+        new_token_ids = received[request.sampled :]
         return replace(
             request,
             # Another name for each attempt: the engine that was left may not yet know of its end, and vLLM refuses a
             # second request under a running id.
-            request_id=f"{request.request_id}~{number}" if number else request.request_id,
-            token_ids=(*request.token_ids, *new),
+            request_id=f"{request.request_id}~{attempt_number}" if attempt_number else request.request_id,
+            token_ids=(*request.token_ids, *new_token_ids),
             # The limit is the turn's, over all engines. Given whole to each, a turn that is interrupted often would
             # become longer than the others of its group.
-            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(new)),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(new_token_ids)),
             deadline_s=float("inf"),
             sampled=len(received),
             on_chunk=None,
@@ -87,10 +87,10 @@ class TurnRequest:
         chunk = replace(chunk, finish=None if chunk.finish == "abort" else chunk.finish, spent_s=self.spent_s)
         if chunk.spans and 0 < self._seam == len(self.received):  # the request computed all that came before
             chunk = replace(chunk, spans=(replace(chunk.spans[0], recomputed=True), *chunk.spans[1:]))
-        for count in range(1, len(chunk.token_ids) + 1):
-            self.received.append(chunk.token_ids[count - 1])
+        for token_count in range(1, len(chunk.token_ids) + 1):
+            self.received.append(chunk.token_ids[token_count - 1])
             if self._stops_over_the_seam():
-                return _first(chunk, count)
+                return _first(chunk, token_count)
         # Ended as by a token limit: the policy wrote for too long, so what it wrote is its action and is scored (law
         # 3). An error here would call it the infrastructure's failure.
         if chunk.finish is None and chunk.token_ids and self.spent_s >= self.request.deadline_s:
@@ -103,19 +103,19 @@ class TurnRequest:
 
     def ending(self) -> Chunk | None:
         """The last chunk, if an engine broke off after the turn's last token but before it sent `finish`."""
-        room = self.request.sampled + self.request.sampling.max_tokens
+        token_limit = self.request.sampled + self.request.sampling.max_tokens
         # The engine may die between the stop token and its word that it stopped. Asked to go on, another engine would
         # sample behind a finished turn.
-        finish = finish_of(self.received, room, self.request.sampling, self.decode)
+        finish = finish_of(self.received, token_limit, self.request.sampling, self.decode)
         return None if finish is None else replace(SEAM, finish=finish, spent_s=self.spent_s)
 
     def _stops_over_the_seam(self) -> bool:
         """Whether a stop text ends with the newest token. The engine cannot see it if it began at another engine."""
-        stop = self.request.sampling.stop
+        stop_texts = self.request.sampling.stop
         # Decoding costs more than the rest of this function; beyond the reach of a stop text the engine itself has
         # seen all of it.
-        near = self._seam > 0 and len(self.received) - self._seam < _reach(stop)
-        return near and _says(self.received, stop, self.decode)
+        is_near_seam = self._seam > 0 and len(self.received) - self._seam < _reach(stop_texts)
+        return is_near_seam and _says(self.received, stop_texts, self.decode)
 
 
 def finish_of(
@@ -130,11 +130,11 @@ def finish_of(
 def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) -> bool:
     """Whether a stop text ends with the newest token. Each token has at least one byte of it, so it suffices to decode
     as many tokens as it has bytes, and one before them, since decoders strip a space at the beginning."""
-    reach = _reach(stop)
-    if not reach or decode is None:
+    token_reach = _reach(stop)
+    if not token_reach or decode is None:
         return False
-    text = decode(token_ids[-reach - 1 :])
-    return any(stop_text in text for stop_text in stop)
+    last_text = decode(token_ids[-token_reach - 1 :])
+    return any(stop_text in last_text for stop_text in stop)
 
 
 def _reach(stop: Sequence[str]) -> int:
@@ -144,11 +144,11 @@ def _reach(stop: Sequence[str]) -> int:
 
 def _first(chunk: Chunk, count: int) -> Chunk:
     """The first `count` tokens of a chunk, as the end of their turn."""
-    spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
+    version_spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
     return Chunk(
         token_ids=chunk.token_ids[:count],
         logprobs=chunk.logprobs[:count],
-        spans=spans,
+        spans=version_spans,
         finish="stop",
         columns=columns.first(chunk.columns, count),
     )
