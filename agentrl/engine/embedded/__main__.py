@@ -100,24 +100,24 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, Starlette]:
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
     torch.set_num_threads(1 if arguments.threads == "auto" else arguments.threads)
-    length = arguments.max_model_len or min(architecture.max_positions, 2048)
-    if not 2 <= length <= architecture.max_positions:
-        raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
+    context_length = arguments.max_model_len or min(architecture.max_positions, 2048)
+    if not 2 <= context_length <= architecture.max_positions:
+        raise ConfigError("--max-model-len", context_length, f"the model has {architecture.max_positions} positions")
     dtype = getattr(torch, architecture.fastest_dtype if arguments.dtype == "auto" else arguments.dtype)
-    per_slot = KVStore.bytes_per_token(architecture, dtype) * length
+    bytes_per_slot = KVStore.bytes_per_token(architecture, dtype) * context_length
     # A slot is as long as the longest context, and there are no pages as in vLLM: attention then reads one plain
     # tensor, which is what a CPU does well. Untouched pages of it cost no memory.
-    slots = (arguments.kv_cache_mb << 20) // per_slot
-    if slots < 1:
-        raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
+    slot_count = (arguments.kv_cache_mb << 20) // bytes_per_slot
+    if slot_count < 1:
+        raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-bytes_per_slot >> 20)} MB")
     # More slots than twice the running requests would only hold prefixes that nobody comes back for.
-    slots = min(slots, 2 * arguments.max_batch)
+    slot_count = min(slot_count, 2 * arguments.max_batch)
     weights = read_weights(arguments.weights or arguments.model)
     tower = _tower(arguments.model) if architecture.vision else None
-    model = EmbeddedModel(architecture, weights, length=length, dtype=dtype, tower=tower)
-    batcher = Batcher(
+    model = EmbeddedModel(architecture, weights, length=context_length, dtype=dtype, tower=tower)
+    engine_batcher = Batcher(
         model,
-        KVStore(architecture, slots, length, dtype),
+        KVStore(architecture, slot_count, context_length, dtype),
         max_batch=arguments.max_batch,
         version=arguments.served_version,
         stream_tokens=arguments.stream_tokens,
@@ -125,13 +125,13 @@ def build(arguments: argparse.Namespace) -> tuple[Engine, Starlette]:
         decode=_decoder(arguments.model),
     )
     # A run that is attached sends the weights it starts from, which are those of the folder that this engine serves.
-    sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
-    name = arguments.served_model_name or str(arguments.model)
+    weight_sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
+    model_name = arguments.served_model_name or str(arguments.model)
     shares_cores = arguments.threads == "auto" and architecture.parameters >= LARGE
     engine = Engine(
-        batcher,
-        name=name,
-        sources=sources,
+        engine_batcher,
+        name=model_name,
+        sources=weight_sources,
         chat=_chat(arguments),
         spare=SpareCores() if shares_cores else None,
         unknown_model=UnknownModel if arguments.api == "vllm" else not_loaded,
@@ -150,9 +150,9 @@ def _chat(arguments: argparse.Namespace) -> Chat | None:
     """Chats with the model, if it has a chat template. Raises UsageError."""
     from agentrl.engine.embedded.chat import Chat, parser_at
 
-    parser = None if arguments.tool_parser is None else parser_at(arguments.tool_parser)
+    tool_parser = None if arguments.tool_parser is None else parser_at(arguments.tool_parser)
     try:
-        return Chat(arguments.model, parser)
+        return Chat(arguments.model, tool_parser)
     except ModelError:
         return None
 
@@ -160,10 +160,10 @@ def _chat(arguments: argparse.Namespace) -> Chat | None:
 def _decoder(model: Path) -> Callable[[Sequence[int]], str] | None:
     from tokenizers import Tokenizer
 
-    path = model / "tokenizer.json"
-    if not path.is_file():
+    tokenizer_path = model / "tokenizer.json"
+    if not tokenizer_path.is_file():
         return None
-    return partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
+    return partial(Tokenizer.from_file(str(tokenizer_path)).decode, skip_special_tokens=False)
 
 
 def listen(host: str, port: int, path: Path | None = None) -> socket.socket:
@@ -207,19 +207,19 @@ async def serve(
     from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
     from agentrl.http.bounds import Connections, ServerBounds, raise_open_files
 
-    bounds = ServerBounds()
+    server_bounds = ServerBounds()
     # Each running turn is a connection, and a group of a thousand turns is more than the 1024 descriptors that most
     # systems give a process at first.
-    raise_open_files(bounds)
+    raise_open_files(server_bounds)
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None]:
             yield  # handled here, so that a requested end is exit code 0
 
-    config = uvicorn.Config(
+    server_config = uvicorn.Config(
         app if key is None else Guard(app, key),
-        http=partial(BoundedProtocol, connections=Connections(bounds), bounds=bounds),  # pyright: ignore[reportArgumentType]
+        http=partial(BoundedProtocol, connections=Connections(server_bounds), bounds=server_bounds),  # pyright: ignore[reportArgumentType]
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -227,27 +227,27 @@ async def serve(
         timeout_graceful_shutdown=1,
         ws="none",
     )
-    uv = Server(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, uv, "should_exit", True)
-    driving = asyncio.create_task(engine.loop.drive())
+    http_server = Server(server_config)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, setattr, http_server, "should_exit", True)
+    driving_task = asyncio.create_task(engine.loop.drive())
     # A pass that fails ends the process. A server that goes on answering `/health` without a loop behind it would
     # look alive to the router, and hold every turn up to its deadline. `driving.result()` below makes it exit code 1.
-    driving.add_done_callback(lambda _: setattr(uv, "should_exit", True))
-    serving = asyncio.create_task(uv.serve(sockets=[listener]))
-    while not uv.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+    driving_task.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
+    serving_task = asyncio.create_task(http_server.serve(sockets=[listener]))
+    while not http_server.started and not serving_task.done():  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.005)
     url = _url(listener)
     if ready_file is not None:
         # Written aside and renamed: the parent polls for this file, and could read half of it.
-        draft = ready_file.with_suffix(ready_file.suffix + ".draft")
-        draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-        draft.rename(ready_file)
+        draft_path = ready_file.with_suffix(ready_file.suffix + ".draft")
+        draft_path.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        draft_path.rename(ready_file)
     print(f"embedded engine ready at {url}", flush=True)
-    await serving
-    if driving.done():
-        driving.result()
-    driving.cancel()
+    await serving_task
+    if driving_task.done():
+        driving_task.result()
+    driving_task.cancel()
     return 0
 
 
@@ -268,23 +268,23 @@ def _exit_with_stdin() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Start, serve, return the exit code."""
     json_log.adopt()
-    parsed = parse_arguments(arguments)
-    if parsed.lifeline:
+    options = parse_arguments(arguments)
+    if options.lifeline:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
         # From the environment: the list of processes shows a command line to every user of the machine.
-        key = None if parsed.no_key else EngineKey.of_environment()
-        if key is None and parsed.socket is None and not parsed.no_key:
-            raise UsageError(f"an engine on {parsed.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
+        engine_key = None if options.no_key else EngineKey.of_environment()
+        if engine_key is None and options.socket is None and not options.no_key:
+            raise UsageError(f"an engine on {options.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
         # Before torch and the model are loaded: an address in use is one line after a tenth of a second, not after
         # the minute that a model takes. Clients that come early wait in the socket's queue.
-        listener = listen(parsed.host, parsed.port, parsed.socket)
+        listener = listen(options.host, options.port, options.socket)
         with quick_imports():
-            engine, app = build(parsed)
+            engine, app = build(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(engine, app, listener, ready_file=parsed.ready_file, key=key))
+    return asyncio.run(serve(engine, app, listener, ready_file=options.ready_file, key=engine_key))
 
 
 if __name__ == "__main__":

@@ -42,16 +42,16 @@ def sample(
     # All numbers are drawn before the rows are divided, so that `_SAMPLED_AT_ONCE`, which is a matter of cache size,
     # does not change what a seed gives.
     uniform_B1 = torch.rand(len(rows), 1, generator=generator)
-    tokens, logprobs, sets = list[torch.Tensor](), list[torch.Tensor](), dict[int, list[int]]()
-    for start in range(0, len(rows), _SAMPLED_AT_ONCE):
-        part = slice(start, start + _SAMPLED_AT_ONCE)
-        tokens_B1, logprobs_BV = _draw(logits_BV[part], rows[part], uniform_B1[part])
+    tokens, logprobs, kept_sets = list[torch.Tensor](), list[torch.Tensor](), dict[int, list[int]]()
+    for first_row in range(0, len(rows), _SAMPLED_AT_ONCE):
+        row_slice = slice(first_row, first_row + _SAMPLED_AT_ONCE)
+        tokens_B1, logprobs_BV = _draw(logits_BV[row_slice], rows[row_slice], uniform_B1[row_slice])
         tokens.append(tokens_B1)
         logprobs.append(logprobs_BV.gather(-1, tokens_B1))
-        for row, sampling in enumerate(rows[part]):
+        for row_number, sampling in enumerate(rows[row_slice]):
             if sampling.cuts:
-                sets[start + row] = logprobs_BV[row].isfinite().nonzero()[:, 0].tolist()
-    return torch.cat(tokens).squeeze(-1), torch.cat(logprobs).squeeze(-1), sets
+                kept_sets[first_row + row_number] = logprobs_BV[row_number].isfinite().nonzero()[:, 0].tolist()
+    return torch.cat(tokens).squeeze(-1), torch.cat(logprobs).squeeze(-1), kept_sets
 
 
 def _draw(
@@ -68,9 +68,9 @@ def _draw(
     # Strictly below the total: the first entry above `drawn` then has a probability that is not zero.
     drawn_B1 = torch.minimum(uniform_B1 * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
     tokens_B1 = torch.searchsorted(cdf_BV, drawn_B1, right=True)
-    greedy = [row for row, sampling in enumerate(rows) if sampling.temperature == 0]
-    if greedy:
-        tokens_B1[greedy] = logits_BV[greedy].argmax(-1, keepdim=True)
+    greedy_rows = [row for row, sampling in enumerate(rows) if sampling.temperature == 0]
+    if greedy_rows:
+        tokens_B1[greedy_rows] = logits_BV[greedy_rows].argmax(-1, keepdim=True)
     return tokens_B1, logprobs_BV
 
 
@@ -82,10 +82,10 @@ def distribution(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> tor
     if any(row.temperature not in (0, 1) for row in rows):
         divisors = [row.temperature or 1.0 for row in rows]
         scaled_BV = logits_BV / torch.tensor(divisors).unsqueeze(-1)
-    cut = [row for row, sampling in enumerate(rows) if sampling.cuts]
-    if cut:
+    cut_rows = [row for row, sampling in enumerate(rows) if sampling.cuts]
+    if cut_rows:
         scaled_BV = scaled_BV.clone() if scaled_BV is logits_BV else scaled_BV
-        scaled_BV[cut] = _cut(scaled_BV[cut], [rows[row] for row in cut])
+        scaled_BV[cut_rows] = _cut(scaled_BV[cut_rows], [rows[row] for row in cut_rows])
     return torch.log_softmax(scaled_BV, -1)
 
 
@@ -148,10 +148,10 @@ class ShownImages:
 
     def within(self, start: int, count: int, tower: VisionTower) -> Iterator[tuple[int, torch.Tensor]]:
         """The tokens of images among these: the first one's number, from `start` on, and what they are."""
-        for first, stop, image in self._spans:
-            low, high = max(first, start), min(stop, start + count)
-            if low < high:
-                yield low - start, tower(image)[low - first : high - first]
+        for first_position, end_position, image in self._spans:
+            low_position, high_position = max(first_position, start), min(end_position, start + count)
+            if low_position < high_position:
+                yield low_position - start, tower(image)[low_position - first_position : high_position - first_position]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -210,9 +210,9 @@ class PassPlanner:
     ) -> tuple[list[BatchRequest], list[tuple[BatchRequest, int]]]:
         """The requests that get one row, and those that get several, with their number. Prompts are taken in order of
         arrival."""
-        slots, budget = self._slots, self._pass_tokens
-        singles: list[BatchRequest] = []
-        runs: list[tuple[BatchRequest, int]] = []
+        slots, token_budget = self._slots, self._pass_tokens
+        single_requests: list[BatchRequest] = []
+        token_runs: list[tuple[BatchRequest, int]] = []
         for request in running.values():
             computed = int(slots.computed[request.slot])
             # `cached < 0` marks a request that was admitted and never planned: one whose whole prompt is in its slot
@@ -221,26 +221,26 @@ class PassPlanner:
                 # Decoding rows are never put off for prompts: the budget bounds new prompt tokens alone, so that a
                 # long prompt delays a running turn by one bounded pass (Sarathi-Serve, arXiv 2403.02310, calls it
                 # chunked prefill).
-                if budget <= 0:
+                if token_budget <= 0:
                     continue
                 computed = slots.adopt(request.slot, _key(request, version))
                 # A group's members arrive together. The first of them computes the prompt in this pass, and the others
                 # copy it in the next one: a pass of patience costs less than the same prompt once for each member.
                 # Keys and values depend on the weights below, and an adapter changes them: a prefix of another
                 # adapter's request has the same tokens and other numbers.
-                leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
-                if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
+                leading_slots = [leader.slot for leader, _ in token_runs if leader.adapter is request.adapter]
+                if leading_slots and slots.shared_with(request.slot, leading_slots) >= computed + _WORTH_WAITING:
                     continue
                 if request.cached < 0:
                     self._count_prefix(request, computed)
-            pending = len(request.tokens) - computed
-            if pending == 1:
-                singles.append(request)
+            pending_count = len(request.tokens) - computed
+            if pending_count == 1:
+                single_requests.append(request)
             else:
-                runs.append((request, min(pending, budget)))
-                budget -= min(pending, budget)
-        self._compact(singles, running)
-        return singles, runs
+                token_runs.append((request, min(pending_count, token_budget)))
+                token_budget -= min(pending_count, token_budget)
+        self._compact(single_requests, running)
+        return single_requests, token_runs
 
     def _count_prefix(self, request: BatchRequest, computed: int) -> None:
         request.cached = computed
@@ -252,64 +252,64 @@ class PassPlanner:
         """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
         # Some slack, since each exchange copies a whole context: to be exactly dense would move slots in nearly every
         # pass, for a few masked rows less.
-        bound = len(singles) + len(singles) // 4 + 2
-        by_slot = {request.slot: request for request in running.values()}
+        slot_bound = len(singles) + len(singles) // 4 + 2
+        request_in_slot = {request.slot: request for request in running.values()}
         single_slots = {request.slot for request in singles}
-        holes = (slot for slot in range(bound) if slot not in single_slots)
-        for slot in sorted((slot for slot in single_slots if slot >= bound), reverse=True):
-            # There is always one: single rows have at most `len(singles)` slots, and `bound` is larger than that.
-            hole = next(holes)
-            self._slots.exchange(slot, hole)
-            other = by_slot.pop(hole, None)
-            by_slot[slot].slot = hole
-            if other is not None:
-                other.slot = slot
+        free_slots = (slot for slot in range(slot_bound) if slot not in single_slots)
+        for slot in sorted((slot for slot in single_slots if slot >= slot_bound), reverse=True):
+            # There is always one: single rows have at most `len(singles)` slots, and `slot_bound` is larger.
+            free_slot = next(free_slots)
+            self._slots.exchange(slot, free_slot)
+            displaced_request = request_in_slot.pop(free_slot, None)
+            request_in_slot[slot].slot = free_slot
+            if displaced_request is not None:
+                displaced_request.slot = slot
 
     def rows(
         self, singles: list[BatchRequest], runs: list[tuple[BatchRequest, int]]
     ) -> tuple[PassRows, list[BatchRequest]]:
         """The rows of a pass, and the requests of which it samples a token."""
         slots = self._slots
-        tokens = [request.tokens[-1] for request in singles]
+        row_tokens = [request.tokens[-1] for request in singles]
         positions = [len(request.tokens) - 1 for request in singles]
         single_slots = [request.slot for request in singles]
-        adapters = [request.adapter for request in singles]  # of each row
-        logit_rows, sampling = list(range(len(singles))), list(singles)
+        row_adapters = [request.adapter for request in singles]  # of each row
+        logit_rows, sampled_requests = list(range(len(singles))), list(singles)
         # 1 and not 0 for slots in between: a softmax over no position at all is NaN, and 0 x NaN would reach the
         # others.
-        lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
+        slot_lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
         for slot, position in zip(single_slots, positions, strict=True):
-            lengths[slot] = position + 1
-        planned: list[TokenRun] = []
+            slot_lengths[slot] = position + 1
+        planned_runs: list[TokenRun] = []
         for request, count in runs:
-            start, row = int(slots.computed[request.slot]), len(tokens)
-            tokens += request.tokens[start : start + count]
-            positions += range(start, start + count)
-            adapters += [request.adapter] * count
-            planned.append(TokenRun(request.slot, start, slice(row, row + count)))
+            first_position, first_row = int(slots.computed[request.slot]), len(row_tokens)
+            row_tokens += request.tokens[first_position : first_position + count]
+            positions += range(first_position, first_position + count)
+            row_adapters += [request.adapter] * count
+            planned_runs.append(TokenRun(request.slot, first_position, slice(first_row, first_row + count)))
             # A prompt that goes on in the next pass has no logits that anybody wants: the head, the largest product
             # of a small model, is computed for the last token of a context alone.
-            if start + count == len(request.tokens):
-                logit_rows.append(len(tokens) - 1)
-                sampling.append(request)
-        parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
-        parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
-        turned_N3, shown = self._shown(parts)
-        rows = PassRows(
-            tokens_N=torch.tensor(tokens),
+            if first_position + count == len(request.tokens):
+                logit_rows.append(len(row_tokens) - 1)
+                sampled_requests.append(request)
+        request_parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
+        request_parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
+        turned_N3, image_rows = self._shown(request_parts)
+        pass_rows = PassRows(
+            tokens_N=torch.tensor(row_tokens),
             positions_N=torch.tensor(positions),
             turned_N3=turned_N3,
-            shown=shown,
+            shown=image_rows,
             single_slots_N=torch.tensor(single_slots, dtype=torch.long),
-            lengths_S=torch.tensor(lengths, dtype=torch.long),
-            longest=self._model.attended(max(lengths, default=0), slots.length),
+            lengths_S=torch.tensor(slot_lengths, dtype=torch.long),
+            longest=self._model.attended(max(slot_lengths, default=0), slots.length),
             shortest=min(positions[: len(singles)], default=-1) + 1,
-            runs=tuple(planned),
+            runs=tuple(planned_runs),
             logit_rows_N=torch.tensor(logit_rows, dtype=torch.long),
             shared=share(slots, single_slots),
-            adapted=adapted(adapters, logit_rows),
+            adapted=adapted(row_adapters, logit_rows),
         )
-        return rows, sampling
+        return pass_rows, sampled_requests
 
     def _shown(
         self, parts: Sequence[tuple[BatchRequest, int, int]]
@@ -318,17 +318,17 @@ class PassPlanner:
         token, and how many tokens. Without images in any request there are none: (None, ())."""
         if all(request.shown is None for request, _, _ in parts):
             return None, ()
-        turned, image_rows, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
+        turned_parts, image_rows, first_row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
         for request, start, count in parts:
             if request.shown is None:
-                turned.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
+                turned_parts.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
             else:
                 assert self._model.tower is not None, "a model without one takes no images"
-                turned.append(request.shown.turned(start, count))
+                turned_parts.append(request.shown.turned(start, count))
                 for offset, tokens_NH in request.shown.within(start, count, self._model.tower):
-                    image_rows.append((slice(row + offset, row + offset + len(tokens_NH)), tokens_NH))
-            row += count
-        return torch.cat(turned), tuple(image_rows)
+                    image_rows.append((slice(first_row + offset, first_row + offset + len(tokens_NH)), tokens_NH))
+            first_row += count
+        return torch.cat(turned_parts), tuple(image_rows)
 
 
 def _key(request: BatchRequest, version: int) -> int:
@@ -413,7 +413,7 @@ class Batcher:
         if request is not None:
             self.slots.release(request.slot)
         else:
-            request = next((waiting for waiting in self.waiting if waiting.id == id), None)
+            request = next((waiting_request for waiting_request in self.waiting if waiting_request.id == id), None)
             if request is None:
                 return False
             self.waiting.remove(request)
@@ -422,9 +422,9 @@ class Batcher:
 
     def abort_like(self, start: str) -> None:
         """End every request whose id begins with `start`, with the tokens it has."""
-        for id in [*self.running, *(request.id for request in self.waiting)]:
-            if id.startswith(start):
-                self.abort(id)
+        for request_id in [*self.running, *(request.id for request in self.waiting)]:
+            if request_id.startswith(start):
+                self.abort(request_id)
 
     def flush(self) -> None:
         """Send what running requests have sampled and not sent yet."""
@@ -441,18 +441,20 @@ class Batcher:
         model = self.model
         # A store of its own: the canary asks this of an engine that serves, and must neither find its prompt cached
         # under older weights nor evict a turn's prefix.
-        kv, scores = KVStore(model.architecture, 1, len(tokens), model.dtype), list[float]()
+        score_store, logprobs = KVStore(model.architecture, 1, len(tokens), model.dtype), list[float]()
         with torch.inference_mode():
             # In pieces, since logits are [tokens, vocabulary]: of a context of 32,000 tokens and 150,000 entries they
             # would be 19 GB at once.
             for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
-                part = tokens[start : start + _SCORED_AT_ONCE]
-                rows = replace(PassRows.of_run(part, start), adapted=adapted([adapter] * len(part), range(len(part))))
-                logits_TV = model.forward(rows, kv)
-                next_T = torch.tensor(tokens[start + 1 : start + 1 + len(part)])
+                scored_tokens = tokens[start : start + _SCORED_AT_ONCE]
+                row_count = len(scored_tokens)
+                pass_rows = PassRows.of_run(scored_tokens, start)
+                pass_rows = replace(pass_rows, adapted=adapted([adapter] * row_count, range(row_count)))
+                logits_TV = model.forward(pass_rows, score_store)
+                next_T = torch.tensor(tokens[start + 1 : start + 1 + row_count])
                 logprobs_TV = logits_TV[: len(next_T)].log_softmax(-1)
-                scores += cast("list[float]", logprobs_TV.gather(-1, next_T.unsqueeze(-1)).squeeze(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
-        return scores
+                logprobs += cast("list[float]", logprobs_TV.gather(-1, next_T.unsqueeze(-1)).squeeze(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
+        return logprobs
 
     def forget(self) -> None:
         """Drop every kept key and value, those of running requests too: they are computed anew in the next steps."""
@@ -498,58 +500,58 @@ class Batcher:
     def step(self) -> None:
         """One forward pass and one sampled token for every request that is up to date."""
         self._admit()
-        singles, runs = self._planner.plan(self.running, self.version)
-        if not singles and not runs:
+        single_requests, token_runs = self._planner.plan(self.running, self.version)
+        if not single_requests and not token_runs:
             return
         with torch.inference_mode():
-            rows, sampling = self._planner.rows(singles, runs)
-            logits_BV = self.model.forward(rows, self.slots.kv)
-            for request in singles:
+            pass_rows, sampled_requests = self._planner.rows(single_requests, token_runs)
+            logits_BV = self.model.forward(pass_rows, self.slots.kv)
+            for request in single_requests:
                 self.slots.computed[request.slot] += 1
-            for request, count in runs:
-                self.slots.computed[request.slot] += count
+            for request, token_count in token_runs:
+                self.slots.computed[request.slot] += token_count
             self.counters.passes += 1
-            if sampling:
-                self._sample(logits_BV, sampling)
+            if sampled_requests:
+                self._sample(logits_BV, sampled_requests)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
             # Strictly in order of arrival. To let a short prompt overtake would favour short ones, which is a bias in
             # what gets trained, and a long one could starve.
-            slot = self.slots.acquire(self.waiting[0].tokens, _key(self.waiting[0], self.version))
-            if slot is None:
+            acquired_slot = self.slots.acquire(self.waiting[0].tokens, _key(self.waiting[0], self.version))
+            if acquired_slot is None:
                 return
             request = self.waiting.popleft()
-            request.slot = slot
+            request.slot = acquired_slot
             request.cached = -1
             self.running[request.id] = request
 
     def _sample(self, logits_BV: torch.Tensor, requests: list[BatchRequest]) -> None:
-        tokens_B, logprobs_B, sets = sample(logits_BV, [request.sampling for request in requests], self._generator)
+        tokens_B, logprobs_B, kept_sets = sample(logits_BV, [request.sampling for request in requests], self._generator)
         self.counters.generated += len(requests)
-        slots = self.slots
-        tokens = cast("list[int]", tokens_B.tolist())  # pyright: ignore[reportUnknownMemberType]
+        cache_slots = self.slots
+        token_ids = cast("list[int]", tokens_B.tolist())  # pyright: ignore[reportUnknownMemberType]
         logprobs = cast("list[float]", logprobs_B.tolist())  # pyright: ignore[reportUnknownMemberType]
-        for row, (request, token, logprob) in enumerate(zip(requests, tokens, logprobs, strict=True)):
+        for row_number, (request, token_id, logprob) in enumerate(zip(requests, token_ids, logprobs, strict=True)):
             if not request.logprobs:
                 request.version_starts.append((0, self.version))
-            request.tokens.append(token)
+            request.tokens.append(token_id)
             request.logprobs.append(logprob)
-            if row in sets:
-                request.kept.append(sets[row])
-            length = len(request.tokens)
+            if row_number in kept_sets:
+                request.kept.append(kept_sets[row_number])
+            context_length = len(request.tokens)
             # `known` runs ahead of `computed` by the token that was just drawn: its keys and values come with the
             # next pass.
-            slots.tokens[request.slot, length - 1] = token
-            slots.known[request.slot] = length
+            cache_slots.tokens[request.slot, context_length - 1] = token_id
+            cache_slots.known[request.slot] = context_length
             finish: Finish | None = None
-            if token in request.sampling.stop_token_ids or self._completes_a_stop(request):
+            if token_id in request.sampling.stop_token_ids or self._completes_a_stop(request):
                 finish = "stop"
-            elif request.sampled >= request.sampling.max_tokens or length >= slots.length:
+            elif request.sampled >= request.sampling.max_tokens or context_length >= cache_slots.length:
                 finish = "length"
             if finish:
                 del self.running[request.id]
-                slots.release(request.slot)
+                cache_slots.release(request.slot)
             # In chunks, since each event costs JSON, HTTP and the client's parser. A worker reads whole turns, so it
             # loses nothing but the time to its first token.
             if finish or request.sampled - request.emitted >= self._stream_tokens:
@@ -560,13 +562,13 @@ class Batcher:
         read: those, and one before, since decoders strip a space at the beginning."""
         if not request.sampling.stop or self.decode is None:
             return False
-        reach = max(len(text.encode()) for text in request.sampling.stop)
-        text = self.decode(request.tokens[request.prompt_length :][-reach - 1 :])
-        return any(stop in text for stop in request.sampling.stop)
+        token_reach = max(len(ending.encode()) for ending in request.sampling.stop)
+        ending = self.decode(request.tokens[request.prompt_length :][-token_reach - 1 :])
+        return any(stop in ending for stop in request.sampling.stop)
 
     def _emit(self, request: BatchRequest, finish: Finish | None) -> None:
         start, end = request.emitted, request.sampled
         request.emitted = end
-        tokens = request.tokens[request.prompt_length + start :]
+        token_ids = request.tokens[request.prompt_length + start :]
         spans = request.spans(start, end)
-        request.sink(Emission(tokens, request.logprobs[start:], spans, finish, request.kept[start:]))
+        request.sink(Emission(token_ids, request.logprobs[start:], spans, finish, request.kept[start:]))

@@ -48,14 +48,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        body, parser = self._measure.body, cast("Any", self.parser)
+        body_bytes, parser = self._measure.body, cast("Any", self.parser)
         # This method replaces uvicorn's `data_received`, whose first line it is. The rest of that method is only the
         # parse, and its handling of what does not parse.
         self._unset_keepalive_if_required()
         try:
             parser.feed_data(data)
             if not self._whole:
-                self._measure.fed(len(data), body)
+                self._measure.fed(len(data), body_bytes)
         except httptools.HttpParserUpgrade:
             self._refuse(RequestRefused(400, "no other protocol is spoken here"))
         except httptools.HttpParserError as error:
@@ -63,11 +63,11 @@ class BoundedProtocol(HttpToolsProtocol):
         except RequestRefused as refused:
             self._refuse(refused)
         else:
-            awaited = None if self._whole else "body" if self._head else "head"
+            awaited_part = None if self._whole else "body" if self._head else "head"
             # Only at a change of phase: a timer that every piece resets would let a client that sends one byte a
             # second stay for ever (Slowloris).
-            if awaited != self._awaited:
-                self._await(awaited)
+            if awaited_part != self._awaited:
+                self._await(awaited_part)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -107,17 +107,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
         self._awaited = part
         if part is not None:
-            seconds = {"idle": self._bounds.idle_s, "head": self._bounds.head_s, "body": self._bounds.body_s}[part]
-            self._timer = self.loop.call_later(seconds, self.transport.abort)
+            timeout_s = {"idle": self._bounds.idle_s, "head": self._bounds.head_s, "body": self._bounds.body_s}[part]
+            self._timer = self.loop.call_later(timeout_s, self.transport.abort)
 
     def _refuse(self, refused: RequestRefused) -> None:
-        error = {"error": {"message": str(refused), "type": "BadRequestError", "code": refused.status}}
-        body = json.dumps(error).encode()
+        error_document = {"error": {"message": str(refused), "type": "BadRequestError", "code": refused.status}}
+        error_body = json.dumps(error_document).encode()
         head = f"HTTP/1.1 {refused.status} {_REASONS.get(refused.status, 'Refused')}\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        cycle = cast("Any", self.cycle)  # None before the first request
+        head += f"content-type: application/json\r\ncontent-length: {len(error_body)}\r\nconnection: close\r\n\r\n"
+        response_cycle = cast("Any", self.cycle)  # None before the first request
         # While an earlier answer is on its way, a second head in the middle of it would be read as a part of its
         # body: then closing is the only clear sign.
-        if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(head.encode() + body)
+        if response_cycle is None or response_cycle.response_complete or not response_cycle.response_started:
+            self.transport.write(head.encode() + error_body)
         self.transport.close()

@@ -60,9 +60,9 @@ class ToolParser(Protocol):
 
 def parser_at(place: str) -> ToolParser:
     """The parser that `module:Class` names. Raises UsageError."""
-    module, _, name = place.partition(":")
+    module_name, _, class_name = place.partition(":")
     try:
-        return getattr(import_module(module), name)()
+        return getattr(import_module(module_name), class_name)()
     except (ImportError, AttributeError, TypeError) as error:
         raise UsageError(f"--tool-parser {place}: no such parser ({error})") from None
 
@@ -91,13 +91,13 @@ class Chat:
         messages = [_message(message) for message in _list(document, "messages")]
         if not messages:
             raise BadRequest("messages: a non-empty list is required")
-        tools = cast("list[Mapping[str, Json]]", _list(document, "tools"))
+        tool_schemas = cast("list[Mapping[str, Json]]", _list(document, "tools"))
         if document.get("tool_choice") not in (None, "auto", "none"):
             raise BadRequest("tool_choice: the embedded engine has 'auto' and 'none'")
         # `none` leaves the schemas out of the prompt as well: most templates have no other way to say that no call is
         # wanted.
-        tools = [] if document.get("tool_choice") == "none" else tools
-        if tools and self._parser is None:
+        tool_schemas = [] if document.get("tool_choice") == "none" else tool_schemas
+        if tool_schemas and self._parser is None:
             raise BadRequest("tools: this engine was started without --tool-parser")
         if document.get("top_logprobs"):
             raise BadRequest("top_logprobs: the embedded engine has the log-probs of sampled tokens alone (0)")
@@ -108,27 +108,33 @@ class Chat:
         for key in ("functions", "function_call", "audio", "web_search_options"):
             if document.get(key):
                 raise BadRequest(f"{key}: the embedded engine has tools alone")
-        ids = self._render(messages, tools)
-        most = document.get("max_completion_tokens", document.get("max_tokens"))
-        stop = document.get("stop")
+        token_ids = self._render(messages, tool_schemas)
+        max_tokens = document.get("max_completion_tokens", document.get("max_tokens"))
+        stop_texts = document.get("stop")
         sampling: dict[str, Any] = {key: document[key] for key in _SAMPLING if document.get(key) is not None}
         # OpenAI's default is the rest of the context, vLLM's completion API has 16: a chat client that names nothing
         # expects a whole answer.
-        sampling["max_tokens"] = max(1, length - len(ids)) if most is None else most
-        sampling["stop"] = [stop] if isinstance(stop, str) else stop
+        sampling["max_tokens"] = max(1, length - len(token_ids)) if max_tokens is None else max_tokens
+        sampling["stop"] = [stop_texts] if isinstance(stop_texts, str) else stop_texts
         # The renderer's, and not the config's alone: many templates end a turn with a token that `eos_token_id` does
         # not name, and the answer would run on into a turn of the user.
         sampling["stop_token_ids"] = list(self._renderer.stop_token_ids)
-        model, id = document.get("model"), f"chatcmpl-{uuid4().hex}"
-        generate = {"request_id": id, "model": model, "token_ids": ids, "sampling_params": sampling, "stream": True}
+        model_name, chat_id = document.get("model"), f"chatcmpl-{uuid4().hex}"
+        generate_request = {
+            "request_id": chat_id,
+            "model": model_name,
+            "token_ids": token_ids,
+            "sampling_params": sampling,
+            "stream": True,
+        }
         options = document.get("stream_options")
         return ChatRequest(
-            id=id,
-            model=name if model is None else str(model),
-            generate=json.dumps(generate).encode(),
+            id=chat_id,
+            model=name if model_name is None else str(model_name),
+            generate=json.dumps(generate_request).encode(),
             stream=document.get("stream") is True,
             logprobs=document.get("logprobs") is True,
-            tools=bool(tools),
+            tools=bool(tool_schemas),
             usage=isinstance(options, dict) and cast("dict[str, Any]", options).get("include_usage") is True,
         )
 
@@ -153,32 +159,34 @@ class Chat:
 
     def answer(self, request: ChatRequest, whole: Emission, prompt: int) -> dict[str, Json]:
         """The whole answer to a request that was not streamed."""
-        message, reason = self._message(request, whole)
-        choice: dict[str, Json] = {"index": 0, "message": message, "finish_reason": reason}
+        message, finish_reason = self._message(request, whole)
+        choice: dict[str, Json] = {"index": 0, "message": message, "finish_reason": finish_reason}
         if request.logprobs:
             choice["logprobs"] = self.logprobs(whole)
         return {**_head(request, "chat.completion"), "choices": [choice], "usage": _usage(whole, prompt)}
 
     def _message(self, request: ChatRequest, whole: Emission) -> tuple[dict[str, Json], str]:
-        text, reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
+        answer_text, finish_reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
         if not request.tools or self._parser is None:
-            return {"role": "assistant", "content": text}, reason
-        parsed = self._parser.parse(text)
-        calls = [_call(call) for call in parsed.calls if hasattr(call, "arguments")]
-        if not calls or len(calls) < len(parsed.calls):  # a broken call is text, for the client to judge
-            return {"role": "assistant", "content": text}, reason
-        if reason != "length":  # else the end of what stood behind the calls is lost
-            reason = "tool_calls"
-        return {"role": "assistant", "content": parsed.text.strip() or None, "tool_calls": calls}, reason
+            return {"role": "assistant", "content": answer_text}, finish_reason
+        parsed_answer = self._parser.parse(answer_text)
+        tool_calls = [_call(tool_call) for tool_call in parsed_answer.calls if hasattr(tool_call, "arguments")]
+        # A broken call is text, for the client to judge.
+        if not tool_calls or len(tool_calls) < len(parsed_answer.calls):
+            return {"role": "assistant", "content": answer_text}, finish_reason
+        if finish_reason != "length":  # else the end of what stood behind the calls is lost
+            finish_reason = "tool_calls"
+        content = parsed_answer.text.strip() or None
+        return {"role": "assistant", "content": content, "tool_calls": tool_calls}, finish_reason
 
     def logprobs(self, part: Emission) -> dict[str, Json]:
         """The log-probs of sampled tokens, in nats."""
-        content: list[dict[str, Json]] = []
-        for token, logprob in zip(part.token_ids, part.logprobs, strict=True):
-            text = self._renderer.decode([token])
-            chosen: dict[str, Json] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-            content.append({**chosen, "top_logprobs": []})
-        return {"content": content}
+        token_entries: list[dict[str, Json]] = []
+        for token_id, logprob in zip(part.token_ids, part.logprobs, strict=True):
+            token_text = self._renderer.decode([token_id])
+            token_entry: dict[str, Json] = {"token": token_text, "logprob": logprob, "bytes": list(token_text.encode())}
+            token_entries.append({**token_entry, "top_logprobs": []})
+        return {"content": token_entries}
 
     def event(
         self, request: ChatRequest, delta: Mapping[str, Json], part: Emission, reason: str | None = None
@@ -191,15 +199,15 @@ class Chat:
 
     def last(self, request: ChatRequest, whole: Emission, prompt: int, sent: str) -> bytes:
         """The events that end a stream, of whose text `sent` is on its way already."""
-        message, reason = self._message(request, whole)
+        message, finish_reason = self._message(request, whole)
         delta: dict[str, Json] = {}
-        if calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        if rest := str(message["content"] or "")[len(sent) :]:
-            delta["content"] = rest
-        none = Emission([], [], [], None)
-        events = self.event(request, delta, none, None) if delta else b""
-        events += self.event(request, {}, none, reason)
+        if tool_calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
+            delta["tool_calls"] = [{"index": index, **tool_call} for index, tool_call in enumerate(tool_calls)]
+        if unsent_text := str(message["content"] or "")[len(sent) :]:
+            delta["content"] = unsent_text
+        no_emission = Emission([], [], [], None)
+        events = self.event(request, delta, no_emission, None) if delta else b""
+        events += self.event(request, {}, no_emission, finish_reason)
         if request.usage:
             events += _event({**_head(request, "chat.completion.chunk"), "choices": [], "usage": _usage(whole, prompt)})
         return events + b"data: [DONE]\n\n"
@@ -215,8 +223,8 @@ def _head(request: ChatRequest, kind: str) -> dict[str, Json]:
 
 
 def _usage(whole: Emission, prompt: int) -> dict[str, Json]:
-    sampled = len(whole.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    sampled_count = len(whole.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled_count, "total_tokens": prompt + sampled_count}
 
 
 def _event(document: Mapping[str, Json]) -> bytes:
@@ -229,10 +237,10 @@ def _call(call: Any) -> dict[str, Json]:
 
 
 def _list(document: Mapping[str, Any], name: str) -> list[Any]:
-    value = cast("list[Any]", document.get(name) or [])
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):  # pyright: ignore[reportUnnecessaryIsInstance]
+    list_value = cast("list[Any]", document.get(name) or [])
+    if not isinstance(list_value, list) or not all(isinstance(list_item, dict) for list_item in list_value):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"{name}: must be a list of objects")
-    return value
+    return list_value
 
 
 def _message(raw_message: Mapping[str, Any]) -> Message:
@@ -241,15 +249,15 @@ def _message(raw_message: Mapping[str, Any]) -> Message:
     if not isinstance(role, str):
         raise BadRequest("messages: each needs a role")
     if isinstance(content, list):
-        parts = _list({"messages.content": content}, "messages.content")
-        if not all(isinstance(part.get("text"), str) for part in parts):
+        text_parts = _list({"messages.content": content}, "messages.content")
+        if not all(isinstance(text_part.get("text"), str) for text_part in text_parts):
             raise BadRequest("messages: the parts of a content must be texts")
-        content = "".join(part["text"] for part in parts)
+        content = "".join(text_part["text"] for text_part in text_parts)
     if content is not None and not isinstance(content, str):
         raise BadRequest("messages: a content is a text, or a list of texts")
     message = {**raw_message, "role": role, "content": content or ""}
-    if calls := raw_message.get("tool_calls"):
-        message["tool_calls"] = [_read_call(call) for call in _list({"tool_calls": calls}, "tool_calls")]
+    if tool_calls := raw_message.get("tool_calls"):
+        message["tool_calls"] = [_read_call(call) for call in _list({"tool_calls": tool_calls}, "tool_calls")]
     return cast("Message", message)
 
 
@@ -257,10 +265,10 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Json]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise BadRequest("messages.tool_calls: each needs a function")
-    fields = dict(cast("dict[str, Any]", function))
-    if isinstance(arguments := fields.get("arguments"), str):
+    function_fields = dict(cast("dict[str, Any]", function))
+    if isinstance(arguments := function_fields.get("arguments"), str):
         try:
-            fields["arguments"] = json.loads(arguments or "{}")
+            function_fields["arguments"] = json.loads(arguments or "{}")
         except ValueError:
             raise BadRequest("messages.tool_calls: arguments are no JSON") from None
-    return {**call, "function": fields}
+    return {**call, "function": function_fields}

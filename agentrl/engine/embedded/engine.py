@@ -56,8 +56,8 @@ class PassLoop:
             self._idle.clear()
             # Looked at before each pass: cores are idle while the learner waits for a batch, and taken while it
             # steps. A fixed number is wrong in one of the two.
-            if self._spare is not None and (threads := self._spare.threads()) != torch.get_num_threads():
-                torch.set_num_threads(threads)
+            if self._spare is not None and (thread_count := self._spare.threads()) != torch.get_num_threads():
+                torch.set_num_threads(thread_count)
             # In the loop itself, and not on a thread: the pass would hold the interpreter for most of its time
             # anyway, and both would slow each other down. Requests that come meanwhile lie in the socket's buffers.
             self._batcher.step()
@@ -91,13 +91,13 @@ class PassLoop:
 
     def wake(self, tags: Sequence[str]) -> None:
         """Wake parts. With the last one the engine goes on; not before it has weights: it raises BadRequest."""
-        asleep = self.asleep - set(tags)
-        if not asleep and not self._batcher.model.loaded:
+        sleeping_parts = self.asleep - set(tags)
+        if not sleeping_parts and not self._batcher.model.loaded:
             raise BadRequest("sleep level 2 dropped the weights: wake the tag weights, and send an update first")
-        if "kv_cache" in self.asleep - asleep:
+        if "kv_cache" in self.asleep - sleeping_parts:
             self._batcher.wake()
-        self.asleep = asleep
-        if not asleep:
+        self.asleep = sleeping_parts
+        if not sleeping_parts:
             self.awake.set()
             self.resume()
 
@@ -113,7 +113,9 @@ class Generation:
             id=PREFIX + sampling_request.request_id,
             # An image's token is a large number made of its content, so that prefixes with different images differ.
             # Mirrored below zero it fits the int32 of the slots.
-            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in sampling_request.token_ids],
+            tokens=[
+                token if token < images.FIRST else images.FIRST - 1 - token for token in sampling_request.token_ids
+            ],
             sampling=sampling_request.sampling,
             sink=self._emissions.put_nowait,
             adapter=engine.adapters.of(sampling_request.model),
@@ -127,12 +129,12 @@ class Generation:
         self._engine.loop.submit(request)
         # ASGI's next message after a whole body is the disconnect. Without somebody listening for it an engine would
         # go on sampling a turn that left for another engine.
-        gone = asyncio.ensure_future(receive())  # resolves when the client has left
-        gone.add_done_callback(lambda done: done.cancelled() or batcher.abort(request.id))
+        disconnect = asyncio.ensure_future(receive())  # resolves when the client has left
+        disconnect.add_done_callback(lambda done: done.cancelled() or batcher.abort(request.id))
         try:
             yield
         finally:
-            gone.cancel()
+            disconnect.cancel()
             # The name that the client gave, without vLLM's prefix: it is the one that the journal and the worker's
             # log have.
             with json_log.about(request=request.id.removeprefix(PREFIX)):
@@ -144,33 +146,33 @@ class Generation:
 
     async def emissions(self) -> AsyncIterator[Emission]:
         """The chunks as they come."""
-        started = last = time.perf_counter()
+        started_at = last_at = time.perf_counter()
         finish = None
         while finish is None:
             emission = await self._emissions.get()
             finish, now = emission.finish, time.perf_counter()
-            self._engine.histograms.observe(emission, now - started, now - last, first=last is started)
-            last = now
+            self._engine.histograms.observe(emission, now - started_at, now - last_at, first=last_at is started_at)
+            last_at = now
             yield emission
 
     async def whole(self) -> Emission:
         """All chunks as one, once the last has come."""
-        started = time.perf_counter()
-        parts = [await self._emissions.get()]
-        while parts[-1].finish is None:
-            parts.append(await self._emissions.get())
-        emission, elapsed = self.joined(parts), time.perf_counter() - started
-        self._engine.histograms.observe(emission, elapsed, elapsed, first=True)
+        started_at = time.perf_counter()
+        emissions = [await self._emissions.get()]
+        while emissions[-1].finish is None:
+            emissions.append(await self._emissions.get())
+        emission, elapsed_s = self.joined(emissions), time.perf_counter() - started_at
+        self._engine.histograms.observe(emission, elapsed_s, elapsed_s, first=True)
         return emission
 
     def joined(self, parts: Sequence[Emission]) -> Emission:
         """All chunks of the generation as one."""
         return Emission(
-            [token for part in parts for token in part.token_ids],
+            [token_id for part in parts for token_id in part.token_ids],
             [logprob for part in parts for logprob in part.logprobs],
             self.request.spans(0, self.request.sampled),
             parts[-1].finish,
-            [ids for part in parts for ids in part.kept],
+            [kept_ids for part in parts for kept_ids in part.kept],
         )
 
 

@@ -28,12 +28,12 @@ class Histogram:
 
     def render(self, name: str, labels: str) -> list[str]:
         """Prometheus' lines of this histogram."""
-        lines = [f"# TYPE {name} histogram"]
-        seen = 0
+        metric_lines = [f"# TYPE {name} histogram"]
+        cumulative_count = 0
         for bound, count in zip([*map(str, _BOUNDS_S), "+Inf"], self.counts, strict=True):
-            seen += count
-            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {seen}')
-        return [*lines, f"{name}_sum{{{labels}}} {self.total_s}", f"{name}_count{{{labels}}} {seen}"]
+            cumulative_count += count
+            metric_lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {cumulative_count}')
+        return [*metric_lines, f"{name}_sum{{{labels}}} {self.total_s}", f"{name}_count{{{labels}}} {cumulative_count}"]
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Histograms:
 
     def observe(self, emission: Emission, since_start_s: float, since_last_s: float, *, first: bool) -> None:
         """Note one chunk. Tokens leave in chunks, so the first token's time is that of the first chunk."""
-        tokens = len(emission.token_ids)
+        token_count = len(emission.token_ids)
         if first:
             self.first_token.add(since_start_s)
-        if tokens:
-            self.between_tokens.add(since_last_s / tokens, tokens)
+        if token_count:
+            self.between_tokens.add(since_last_s / token_count, token_count)
 
 
 def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
@@ -59,29 +59,31 @@ def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
     # like the other.
     labels = f'model_name="{model}",engine="0"'
     counters = batcher.counters
-    gauges = {
+    gauge_values = {
         "vllm:num_requests_running": len(batcher.running),
         "vllm:num_requests_waiting": len(batcher.waiting),
         "vllm:kv_cache_usage_perc": float(batcher.slots.busy.mean()),
     }
-    totals = {
+    counter_values = {
         "vllm:prefix_cache_queries_total": counters.prefix_queries,
         "vllm:prefix_cache_hits_total": counters.prefix_hits,
         "vllm:num_preemptions_total": 0,  # a running request's slot is never taken from it
         "vllm:prompt_tokens_total": counters.prompt,
         "vllm:generation_tokens_total": counters.generated,
     }
-    lines: list[str] = []
-    for kind, values in (("gauge", gauges), ("counter", totals)):
-        for name, value in values.items():
-            lines += [f"# TYPE {name} {kind}", f"{name}{{{labels}}} {value}"]
-    running, waiting = (
-        sorted({request.adapter.name for request in of if request.adapter is not None})
-        for of in (batcher.running.values(), batcher.waiting)
+    metric_lines: list[str] = []
+    for metric_type, metric_values in (("gauge", gauge_values), ("counter", counter_values)):
+        for metric_name, metric_value in metric_values.items():
+            metric_lines += [f"# TYPE {metric_name} {metric_type}", f"{metric_name}{{{labels}}} {metric_value}"]
+    running_adapters, waiting_adapters = (
+        sorted({request.adapter.name for request in requests if request.adapter is not None})
+        for requests in (batcher.running.values(), batcher.waiting)
     )
-    names = f'running_lora_adapters="{",".join(running)}",waiting_lora_adapters="{",".join(waiting)}"'
-    lines.append(f"vllm:lora_requests_info{{{names}}} {time.time()}")
-    lines += histograms.first_token.render("vllm:time_to_first_token_seconds", labels)
-    lines += histograms.between_tokens.render("vllm:inter_token_latency_seconds", labels)
-    lines += histograms.weight_update.render("vllm:rl_weight_update_operation_duration_seconds", labels)
-    return "\n".join(lines) + "\n"
+    lora_labels = (
+        f'running_lora_adapters="{",".join(running_adapters)}",waiting_lora_adapters="{",".join(waiting_adapters)}"'
+    )
+    metric_lines.append(f"vllm:lora_requests_info{{{lora_labels}}} {time.time()}")
+    metric_lines += histograms.first_token.render("vllm:time_to_first_token_seconds", labels)
+    metric_lines += histograms.between_tokens.render("vllm:inter_token_latency_seconds", labels)
+    metric_lines += histograms.weight_update.render("vllm:rl_weight_update_operation_duration_seconds", labels)
+    return "\n".join(metric_lines) + "\n"

@@ -43,11 +43,11 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
     Raises ModelError where nothing readable is there."""
     weights: dict[str, torch.Tensor] = {}
-    for part in weight_file.parts(path) if path.is_dir() else [path]:
+    for weight_part in weight_file.parts(path) if path.is_dir() else [path]:
         try:
-            weights |= load_file(part)
+            weights |= load_file(weight_part)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read weights from {str(part)!r}: {error}") from error
+            raise ModelError(f"cannot read weights from {str(weight_part)!r}: {error}") from error
     # Always float32 first: norms and rotations stay in it, and `Product` rounds the rest to the dtype of the passes.
     # One rounding, and the same as the learner's export.
     return {name: tensor.float() for name, tensor in weights.items()}
@@ -55,14 +55,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def check_weights(architecture: Architecture, weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ModelError unless `weights` are exactly this architecture's, of the right shapes and finite."""
-    shapes = architecture.shapes()
-    spare = set(weights) - set(shapes) - {"lm_head.weight"}
+    expected_shapes = architecture.shapes()
+    unknown_names = set(weights) - set(expected_shapes) - {"lm_head.weight"}
     # Older checkpoints carry these constants; transformers computes them and ignores the file's, and so do we.
     # Anything else unknown is a model that we would serve wrongly.
-    spare = {name for name in spare if not name.endswith("rotary_emb.inv_freq")}
-    if spare:
-        raise ModelError(f"unknown weight {min(spare)!r} ({len(spare)} such) for this architecture")
-    for name, shape in shapes.items():
+    unknown_names = {name for name in unknown_names if not name.endswith("rotary_emb.inv_freq")}
+    if unknown_names:
+        raise ModelError(f"unknown weight {min(unknown_names)!r} ({len(unknown_names)} such) for this architecture")
+    for name, shape in expected_shapes.items():
         if name not in weights:
             raise ModelError(f"weight {name!r} is missing")
         if tuple(weights[name].shape) != shape:
@@ -114,23 +114,23 @@ class PassRows:
         self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, only_logit_rows: bool = False
     ) -> torch.Tensor:
         """`out`, a product of `x`, with what the rows' adapters add to it."""
-        for group in self.adapted:
-            group.add(out, x, layer, part, only_logit_rows=only_logit_rows)
+        for adapted_rows in self.adapted:
+            adapted_rows.add(out, x, layer, part, only_logit_rows=only_logit_rows)
         return out
 
     @staticmethod
     def of_run(tokens: list[int], start: int, slot: int = 0) -> PassRows:
         """New tokens of one slot alone, with logits for each."""
-        n, none = len(tokens), torch.zeros(0, dtype=torch.long)
+        token_count, no_slots = len(tokens), torch.zeros(0, dtype=torch.long)
         return PassRows(
             tokens_N=torch.tensor(tokens),
-            positions_N=torch.arange(start, start + n),
-            single_slots_N=none,
-            lengths_S=none,
+            positions_N=torch.arange(start, start + token_count),
+            single_slots_N=no_slots,
+            lengths_S=no_slots,
             longest=0,
             shortest=0,
-            runs=(TokenRun(slot, start, slice(0, n)),),
-            logit_rows_N=torch.arange(n),
+            runs=(TokenRun(slot, start, slice(0, token_count)),),
+            logit_rows_N=torch.arange(token_count),
         )
 
 
@@ -164,8 +164,8 @@ class KVStore:
 
     def __init__(self, architecture: Architecture, slots: int, length: int, dtype: torch.dtype = torch.float32) -> None:
         a = architecture
-        heads = a.layers, slots, a.kv_heads
-        self._shapes = (*heads, a.head_dim, length), (*heads, length, a.head_dim)
+        head_shape = a.layers, slots, a.kv_heads
+        self._shapes = (*head_shape, a.head_dim, length), (*head_shape, length, a.head_dim)
         self._dtype = dtype
         self.renew()
 
@@ -210,8 +210,9 @@ class EmbeddedModel:
         tower: VisionTower | None = None,
     ) -> None:
         self.architecture, self.dtype, self.tower = architecture, dtype, tower
-        axes = [axis for axis, count in enumerate(architecture.sections) for _ in range(count)]
-        self._axes = torch.tensor(axes, dtype=torch.long)  # of each frequency: the coordinate that it turns by
+        frequency_axes = [axis for axis, count in enumerate(architecture.sections) for _ in range(count)]
+        # Of each frequency: the coordinate that it turns by.
+        self._axes = torch.tensor(frequency_axes, dtype=torch.long)
         # In float64, for the same reason as the frequencies: an angle is taken modulo a turn, and what counts is its
         # remainder.
         angles = torch.outer(
@@ -230,17 +231,19 @@ class EmbeddedModel:
     def pack(self, weights: Mapping[str, torch.Tensor]) -> PackedWeights:
         """Check and pack weights named as transformers names them, beside passes with those of now. Raises ModelError
         if wrong."""
-        visual: dict[str, torch.Tensor] = {}
+        tower_weights: dict[str, torch.Tensor] = {}
         if self.tower is not None:
-            visual = {name: tensor for name, tensor in weights.items() if name.startswith(TOWER_PREFIX)}
-            weights = {name: tensor for name, tensor in weights.items() if name not in visual}
-            visual = {name.removeprefix(TOWER_PREFIX): tensor for name, tensor in visual.items()}
-            self.tower.check(visual)
+            tower_weights = {name: tensor for name, tensor in weights.items() if name.startswith(TOWER_PREFIX)}
+            weights = {name: tensor for name, tensor in weights.items() if name not in tower_weights}
+            tower_weights = {name.removeprefix(TOWER_PREFIX): tensor for name, tensor in tower_weights.items()}
+            self.tower.check(tower_weights)
         check_weights(self.architecture, weights)
         embedding = weights["model.embed_tokens.weight"].to(self.dtype).contiguous()
-        head = embedding if self.architecture.tied else weights["lm_head.weight"]
+        output_weight = embedding if self.architecture.tied else weights["lm_head.weight"]
         layers = [_pack(self.architecture, weights, layer, self.dtype) for layer in range(self.architecture.layers)]
-        return PackedWeights(embedding, layers, weights["model.norm.weight"], Product(head, dtype=self.dtype), visual)
+        return PackedWeights(
+            embedding, layers, weights["model.norm.weight"], Product(output_weight, dtype=self.dtype), tower_weights
+        )
 
     def take(self, packed: PackedWeights) -> None:
         """Compute with these from now on."""
@@ -267,32 +270,32 @@ class EmbeddedModel:
         """Write the rows' keys and values into `kv` and return the logits of the rows that have some, [rows, vocab]."""
         a = self.architecture
         x = F.embedding(rows.tokens_N.clamp(min=0), self._embedding).float()  # tokens of images are negative
-        for places, tokens_NH in rows.shown:
-            x[places] = tokens_NH
+        for image_rows, tokens_NH in rows.shown:
+            x[image_rows] = tokens_NH
         rotations = self._rotations_of(rows).unsqueeze(1)
         masks = _Masks(rows, a)
-        for number, layer in enumerate(self._layers):
-            h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
-            qkv = rows.adapt(layer.qkv(h), h, number, "qkv")
-            attended = self._attend(qkv, layer, rotations, rows, masks, kv, number)
-            x = rows.adapt(layer.o.onto(x, attended), attended, number, "o")
-            if last := number == a.layers - 1:
+        for layer_number, layer in enumerate(self._layers):
+            hidden = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
+            qkv = rows.adapt(layer.qkv(hidden), hidden, layer_number, "qkv")
+            attended = self._attend(qkv, layer, rotations, rows, masks, kv, layer_number)
+            x = rows.adapt(layer.o.onto(x, attended), attended, layer_number, "o")
+            if is_last := layer_number == a.layers - 1:
                 # In the last layer only rows with logits go through the MLP: nothing reads the others any more once
                 # their keys and values are written.
                 x = x[rows.logit_rows_N]
-            h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
-            both = rows.adapt(layer.gate_up(h), h, number, "gate_up", only_logit_rows=last)
-            gate, up = both.chunk(2, dim=-1)
-            h = F.silu(gate) * up
-            x = rows.adapt(layer.down.onto(x, h), h, number, "down", only_logit_rows=last)
+            hidden = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
+            gate_and_up = rows.adapt(layer.gate_up(hidden), hidden, layer_number, "gate_up", only_logit_rows=is_last)
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+            x = rows.adapt(layer.down.onto(x, hidden), hidden, layer_number, "down", only_logit_rows=is_last)
         return self._head(F.rms_norm(x, (a.hidden,), self._norm, a.eps))
 
     def _rotations_of(self, rows: PassRows) -> torch.Tensor:
         """The rotation of each row's pairs [N, D / 2]."""
         if rows.turned_N3 is None:
             return self._rotations[rows.positions_N]
-        pairs = torch.arange(len(self._axes))
-        return self._rotations[rows.turned_N3[:, self._axes], pairs]
+        pair_numbers = torch.arange(len(self._axes))
+        return self._rotations[rows.turned_N3[:, self._axes], pair_numbers]
 
     def _attend(
         self,
@@ -305,26 +308,26 @@ class EmbeddedModel:
         at: int,
     ) -> torch.Tensor:
         a = self.architecture
-        both = a.heads + a.kv_heads
-        heads = qkv.view(-1, both + a.kv_heads, a.head_dim)
-        qk, v = heads[:, :both], heads[:, both:]
+        turned_heads = a.heads + a.kv_heads
+        heads = qkv.view(-1, turned_heads + a.kv_heads, a.head_dim)
+        qk, v = heads[:, :turned_heads], heads[:, turned_heads:]
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (a.head_dim,), None, a.eps) * layer.qk_norm
         # One complex product turns all heads of q and k. The textbook form (split halves, negate, concatenate) writes
         # several tensors of their size in each layer.
-        pairs = torch.view_as_complex(qk.reshape(-1, both, a.head_dim // 2, 2))
+        rotary_pairs = torch.view_as_complex(qk.reshape(-1, turned_heads, a.head_dim // 2, 2))
         keys, values = kv.keys[at], kv.values[at]
-        qk = torch.view_as_real(pairs * rotations).view(-1, both, a.head_dim).to(keys.dtype)
+        qk = torch.view_as_real(rotary_pairs * rotations).view(-1, turned_heads, a.head_dim).to(keys.dtype)
         q, k, v = qk[:, : a.heads], qk[:, a.heads :], v.to(values.dtype)
-        n = rows.single_slots_N.shape[0]
+        single_count = rows.single_slots_N.shape[0]
         outputs: list[torch.Tensor] = []
-        if n:
-            positions = rows.positions_N[:n]
-            keys[rows.single_slots_N, :, :, positions] = k[:n]
-            values[rows.single_slots_N, :, positions] = v[:n]
+        if single_count:
+            positions = rows.positions_N[:single_count]
+            keys[rows.single_slots_N, :, :, positions] = k[:single_count]
+            values[rows.single_slots_N, :, positions] = v[:single_count]
             # Written into the cache first and then read from there, the new token's own key too: attention then has
             # one source, whatever was cached and whatever is new.
-            outputs.append(_attend_singles(q[:n], rows, masks.singles, keys, values))
+            outputs.append(_attend_singles(q[:single_count], rows, masks.singles, keys, values))
         for run, mask in zip(rows.runs, masks.runs, strict=True):
             end = run.start + (run.rows.stop - run.rows.start)
             keys[run.slot, :, :, run.start : end] = k[run.rows].permute(1, 2, 0)
@@ -357,15 +360,15 @@ def _attend_singles(
     """Attention of one new token a slot, over all slots up to the highest one in use: no gather of the cache."""
     n, heads, size = q.shape
     kv_heads, hull, longest = keys.shape[1], rows.lengths_S.shape[0], rows.longest
-    first = rows.shared.length if rows.shared else 0
+    shared_length = rows.shared.length if rows.shared else 0
     queries = torch.zeros(hull, heads, size, dtype=q.dtype)
     queries[rows.single_slots_N] = q
     # A view over all low slots, idle ones included. To gather the slots in use would copy the whole cache in every
     # layer; `PassPlanner._compact` keeps the hull dense instead.
-    flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, first:longest]
-    flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, first:longest]
+    flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, shared_length:longest]
+    flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, shared_length:longest]
     scores = torch.bmm(queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys).float()
-    scores += mask[:, :, first:]
+    scores += mask[:, :, shared_length:]
     if rows.shared:
         return _attend_shared(q, scores, rows, rows.shared, keys, values, flat_values)
     attended = torch.bmm(torch.softmax(scores, -1).to(q.dtype), flat_values)

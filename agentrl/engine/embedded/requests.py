@@ -61,12 +61,12 @@ def parse_generate(
     token_ids = document.get("token_ids")
     if not isinstance(token_ids, list) or not token_ids:
         raise BadRequest("token_ids: a non-empty list of token ids is required")
-    ids = cast("list[Any]", token_ids)
-    if len(ids) >= length:
-        raise BadRequest(f"token_ids: {len(ids)} tokens leave no room to generate; the context holds {length}")
+    prompt_ids = cast("list[Any]", token_ids)
+    if len(prompt_ids) >= length:
+        raise BadRequest(f"token_ids: {len(prompt_ids)} tokens leave no room to generate; the context holds {length}")
     shown = _images(document.get("images", []), vision)
     # `type`, and not `isinstance`: JSON's `true` is an int to Python, and would be token 1.
-    if not all(type(id) is int and (0 <= id < vocab or id in shown) for id in ids):
+    if not all(type(token_id) is int and (0 <= token_id < vocab or token_id in shown) for token_id in prompt_ids):
         raise BadRequest(f"token_ids: every id must be an integer from 0 to {vocab - 1}")
     sampling_params = document.get("sampling_params", {})
     if not isinstance(sampling_params, dict):
@@ -74,27 +74,27 @@ def parse_generate(
     request_id = document.get("request_id", default_id)
     if not isinstance(request_id, str) or not 0 < len(request_id) <= 256:
         raise BadRequest("request_id: must be a string of 1 to 256 characters")
-    params = cast("dict[str, Any]", sampling_params)
-    stream, score = document.get("stream", False) is True, params.get("prompt_logprobs") is not None
-    if score and (stream or params["prompt_logprobs"] != 0):
+    parameters = cast("dict[str, Any]", sampling_params)
+    is_streamed, scores_prompt = document.get("stream", False) is True, parameters.get("prompt_logprobs") is not None
+    if scores_prompt and (is_streamed or parameters["prompt_logprobs"] != 0):
         raise BadRequest("sampling_params.prompt_logprobs: must be 0, in a request that is not streamed")
-    if score and shown:
+    if scores_prompt and shown:
         raise BadRequest("sampling_params.prompt_logprobs: a prompt with images is not scored")
     try:
         if vision is not None and shown:
-            vision.positions(ids, shown)
+            vision.positions(prompt_ids, shown)
     except ValueError as error:
         raise BadRequest(f"token_ids: {error}") from None
-    sampling = _sampling(params, vocab)
+    sampling = _sampling(parameters, vocab)
     model = document.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model: must be a name")
     return SamplingRequest(
         request_id=request_id,
-        token_ids=ids,
+        token_ids=prompt_ids,
         sampling=sampling,
-        stream=stream,
-        score=score,
+        stream=is_streamed,
+        score=scores_prompt,
         model=model,
         images=shown,
     )
@@ -138,18 +138,18 @@ def _sampling(params: dict[str, Any], vocab: int) -> SamplingParams:
     top_p = _number(params, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise BadRequest("sampling_params.top_p: must be above 0")
-    stops = cast("list[Any]", params.get("stop_token_ids") or [])
-    if not isinstance(stops, list) or len(stops) > _STOPS:  # pyright: ignore[reportUnnecessaryIsInstance]
+    stop_token_ids = cast("list[Any]", params.get("stop_token_ids") or [])
+    if not isinstance(stop_token_ids, list) or len(stop_token_ids) > _STOPS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop_token_ids: must be a list of at most {_STOPS} token ids")
-    if not all(type(id) is int and 0 <= id < vocab for id in stops):
+    if not all(type(token_id) is int and 0 <= token_id < vocab for token_id in stop_token_ids):
         raise BadRequest(f"sampling_params.stop_token_ids: every id must be an integer from 0 to {vocab - 1}")
     texts = cast("list[Any]", params.get("stop") or [])
     if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(text, str) and text for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
     # Left out in silence they would change the distribution that the client believes to sample from (law 8).
-    for name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
-        if params.get(name):
-            raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
+    for setting_name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
+        if params.get(setting_name):
+            raise BadRequest(f"sampling_params.{setting_name}: the embedded engine does not have it")
     if params.get("n", 1) != 1:
         raise BadRequest("sampling_params.n: must be 1")
     return SamplingParams(
@@ -158,36 +158,36 @@ def _sampling(params: dict[str, Any], vocab: int) -> SamplingParams:
         top_p=float(top_p),
         top_k=int(top_k) if top_k < _ALL else -1,
         min_p=float(min_p),
-        stop_token_ids=tuple(stops),
+        stop_token_ids=tuple(stop_token_ids),
         stop=tuple(texts),
     )
 
 
 def _number(params: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = params.get(name)
-    if value is None:
+    number = params.get(name)
+    if number is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise BadRequest(f"sampling_params.{name}: must be a number")
-    if not low <= value <= high:
-        raise BadRequest(f"sampling_params.{name} = {value}: must be from {low:g} to {high:g}")
-    return value
+    if not low <= number <= high:
+        raise BadRequest(f"sampling_params.{name} = {number}: must be from {low:g} to {high:g}")
+    return number
 
 
 def choice_json(emission: Emission) -> str:
     """One choice of a generate answer, with vLLM's names. Version spans count from the first sampled token."""
     # Built as text: a dictionary for each token would be made only to be written. `repr` of a float reads back as the
     # same float, so no log-prob is rounded on its way (law 1).
-    content = ",".join(
-        f'{{"token":"token_id:{token}","logprob":{logprob!r},"top_logprobs":[]}}'
-        for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True)
+    content_json = ",".join(
+        f'{{"token":"token_id:{token_id}","logprob":{logprob!r},"top_logprobs":[]}}'
+        for token_id, logprob in zip(emission.token_ids, emission.logprobs, strict=True)
     )
     spans = ",".join(f'{{"version":"{span.version}","start":{span.start},"end":{span.end}}}' for span in emission.spans)
-    finish = f'"{emission.finish}"' if emission.finish else "null"
-    sets = f',"sampling_mask":{json.dumps(emission.kept, separators=(",", ":"))}' if emission.kept else ""
+    finish_json = f'"{emission.finish}"' if emission.finish else "null"
+    kept_json = f',"sampling_mask":{json.dumps(emission.kept, separators=(",", ":"))}' if emission.kept else ""
     return (
         f'{{"index":0,"token_ids":{json.dumps(emission.token_ids, separators=(",", ":"))},'
-        f'"logprobs":{{"content":[{content}]}},"finish_reason":{finish},"weight_versions":[{spans}]{sets}}}'
+        f'"logprobs":{{"content":[{content_json}]}},"finish_reason":{finish_json},"weight_versions":[{spans}]{kept_json}}}'
     )
 
 
@@ -199,10 +199,10 @@ def answer_json(
     prompt_logprobs: list[dict[str, dict[str, float]] | None] | None = None,
 ) -> str:
     """A whole generate answer, or one event of a stream."""
-    usage = (
+    usage_json = (
         f'{{"prompt_tokens":{prompt_tokens},"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}}}'
         if emission.finish
         else "null"
     )
     scored = f',"prompt_logprobs":{json.dumps(prompt_logprobs)}' if prompt_logprobs else ""
-    return f'{{"request_id":{json.dumps(request_id)},"choices":[{choice_json(emission)}],"usage":{usage}{scored}}}'
+    return f'{{"request_id":{json.dumps(request_id)},"choices":[{choice_json(emission)}],"usage":{usage_json}{scored}}}'

@@ -49,7 +49,7 @@ class SGLangServer:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._loop = engine, engine.loop
         self._retractions = 0  # pauses so far that put requests back
-        actions = {
+        handlers = {
             "/abort_request": self._abort_request,
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
@@ -65,7 +65,7 @@ class SGLangServer:
                 Route("/server_info", self._server_info),
                 Route("/metrics", self._metrics),
                 Route("/flush_cache", guard(self._flush_cache), methods=["GET", "POST"]),
-                *(Route(path, guard(action), methods=["POST"]) for path, action in actions.items()),
+                *(Route(route_path, guard(handler), methods=["POST"]) for route_path, handler in handlers.items()),
                 *SharedRoutes(engine).routes(),
             ]
         )
@@ -95,10 +95,10 @@ class SGLangServer:
             with generation.running(receive):
                 await self._stream(generation, send)
             return
-        request, meta = generation.request, dict[str, Json]()
+        request, score_fields = generation.request, dict[str, Json]()
         if document.get("return_logprob") and document.get("logprob_start_len") == 0:
-            scored = zip([None, *generation.scores()], request.tokens[: request.prompt_length], strict=True)
-            meta["input_token_logprobs"] = [[logprob, id, None] for logprob, id in scored]
+            scored_tokens = zip([None, *generation.scores()], request.tokens[: request.prompt_length], strict=True)
+            score_fields["input_token_logprobs"] = [[logprob, token_id, None] for logprob, token_id in scored_tokens]
         emission = Emission([], [], [], "length", [])
         # SGLang takes 0, to score a prompt alone. The batcher samples at least one token for each request, so nothing
         # is submitted then.
@@ -106,58 +106,58 @@ class SGLangServer:
             with generation.running(receive):
                 emission = await generation.whole()
         answer = self._event(request, emission, 0, generation.sampling_request.request_id, 0)
-        answer["meta_info"] |= meta
+        answer["meta_info"] |= score_fields
         await JSONResponse(answer)(scope, receive, send)
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         request = generation.request
-        put, began, retractions = request.sink, self._retractions, list[int]()
+        inner_sink, retractions_before, retractions = request.sink, self._retractions, list[int]()
 
         def sink(emission: Emission) -> None:
-            retractions.append(self._retractions - began)  # when it was sampled, not when it leaves
-            put(emission)
+            retractions.append(self._retractions - retractions_before)  # when it was sampled, not when it leaves
+            inner_sink(emission)
 
         request.sink = sink
         await begin_events(send)
-        sent = 0
+        sent_tokens = 0
         async for emission in generation.emissions():
-            event = self._event(request, emission, sent, request.id, retractions.pop(0))
-            sent += len(emission.token_ids)
+            event = self._event(request, emission, sent_tokens, request.id, retractions.pop(0))
+            sent_tokens += len(emission.token_ids)
             ending = "data: [DONE]\n\n" if emission.finish else ""
-            text = f"data: {json.dumps(event, separators=(',', ':'))}\n\n{ending}"
-            await send_events(send, text.encode(), last=emission.finish is not None)
+            event_text = f"data: {json.dumps(event, separators=(',', ':'))}\n\n{ending}"
+            await send_events(send, event_text.encode(), last=emission.finish is not None)
 
     def _event(self, request: BatchRequest, emission: Emission, sent: int, id: str, retractions: int) -> dict[str, Any]:
         """An event of a stream after `sent` tokens, or a whole answer. Like SGLang's, it states one version until the
         last, which states that of each token."""
-        pairs = zip(emission.logprobs, emission.token_ids, strict=True)
-        total = sent + len(emission.token_ids)
-        meta: dict[str, Any] = {
+        logprob_pairs = zip(emission.logprobs, emission.token_ids, strict=True)
+        total_tokens = sent + len(emission.token_ids)
+        meta_info: dict[str, Any] = {
             "id": id,
             "finish_reason": emission.finish and {"type": emission.finish},
             "prompt_tokens": request.prompt_length,
-            "completion_tokens": total,
+            "completion_tokens": total_tokens,
             "cached_tokens": max(request.cached, 0),
             "weight_version": str(emission.spans[-1].version if emission.spans else self._engine.batcher.version),
             "num_retractions": retractions,
-            "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+            "output_token_logprobs": [[logprob, token_id, None] for logprob, token_id in logprob_pairs],
         }
         if emission.kept:
-            meta["output_token_sampling_mask"] = emission.kept
-            meta["output_token_sampling_logprobs"] = list(emission.logprobs)
-        if emission.finish and total:
-            spans = request.spans(0, total)
-            meta["weight_versions"] = [
+            meta_info["output_token_sampling_mask"] = emission.kept
+            meta_info["output_token_sampling_logprobs"] = list(emission.logprobs)
+        if emission.finish and total_tokens:
+            spans = request.spans(0, total_tokens)
+            meta_info["weight_versions"] = [
                 {"version": str(span.version), "start": span.start, "end": span.end} for span in spans
             ]
-        return {"text": "", "output_ids": list(emission.token_ids), "meta_info": meta}
+        return {"text": "", "output_ids": list(emission.token_ids), "meta_info": meta_info}
 
     async def _abort_request(self, request: HTTPRequest) -> Response:
         document = await read_object(request)
         if document.get("abort_all") is True:
             self._engine.batcher.abort_all()
-        elif isinstance(rid := document.get("rid"), str) and rid:
-            self._engine.batcher.abort_like(PREFIX + rid)
+        elif isinstance(request_id := document.get("rid"), str) and request_id:
+            self._engine.batcher.abort_like(PREFIX + request_id)
         return Response()
 
     # --- what it is, how it does --------------------------------------------------------------------------------
@@ -170,27 +170,27 @@ class SGLangServer:
         return JSONResponse({"model_path": engine.name, "weight_version": str(engine.batcher.version)})
 
     async def _server_info(self, _: HTTPRequest) -> Response:
-        has = {"incremental_streaming_output": True, "enable_metrics": True, "enable_lora": True}
-        return JSONResponse({"version": "agentrl-embedded", "model_path": self._engine.name, **has})
+        features = {"incremental_streaming_output": True, "enable_metrics": True, "enable_lora": True}
+        return JSONResponse({"version": "agentrl-embedded", "model_path": self._engine.name, **features})
 
     async def _metrics(self, _: HTTPRequest) -> Response:
-        text = render(self._engine.batcher, self._engine.histograms, self._engine.name)
+        metrics_text = render(self._engine.batcher, self._engine.histograms, self._engine.name)
         # Written with vLLM's names and renamed, so that a metric that is added once is there in both dialects.
-        for theirs, ours in METRICS.items():
-            text = text.replace(ours, theirs)
-        return PlainTextResponse(text)
+        for sglang_name, vllm_name in METRICS.items():
+            metrics_text = metrics_text.replace(vllm_name, sglang_name)
+        return PlainTextResponse(metrics_text)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
     async def _pause_generation(self, request: HTTPRequest) -> Response:
-        mode = (await read_object(request)).get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place"):
-            raise BadRequest(f"mode = {mode!r}: must be abort, retract or in_place")
+        pause_mode = (await read_object(request)).get("mode", "abort")
+        if pause_mode not in ("abort", "retract", "in_place"):
+            raise BadRequest(f"mode = {pause_mode!r}: must be abort, retract or in_place")
         batcher = self._engine.batcher
         self._loop.paused = True
-        if mode == "abort":
+        if pause_mode == "abort":
             batcher.abort_all()
-        if mode == "retract":
+        if pause_mode == "retract":
             # Before the cache is dropped: tokens that were sampled and not yet sent belong to the weights before the
             # pause, and a chunk of both versions could state one of them only.
             batcher.flush()
@@ -211,16 +211,16 @@ class SGLangServer:
 
     async def _update_from_disk(self, request: HTTPRequest) -> Response:
         document = await read_object(request)
-        path = document.get("model_path")
-        if not isinstance(path, str):
+        folder_path = document.get("model_path")
+        if not isinstance(folder_path, str):
             raise BadRequest("model_path: the path of a folder with safetensors files is required")
-        version, started = version_in(document, "weight_version"), time.perf_counter()
+        version, started_at = version_in(document, "weight_version"), time.perf_counter()
         try:
-            await self._engine.updates.take_folder(path, version)
+            await self._engine.updates.take_folder(folder_path, version)
         except (BadRequest, ModelError, OSError, WeightSyncError) as error:
             answer = {"success": False, "message": f"Failed to update weights: {error}", "num_paused_requests": 0}
             return JSONResponse(answer, 400)
-        self._engine.histograms.weight_update.add(time.perf_counter() - started)
+        self._engine.histograms.weight_update.add(time.perf_counter() - started_at)
         # After the swap and before the answer, in one step of the loop: no pass runs in between that could serve an
         # old prefix.
         if document.get("flush_cache", True):
@@ -244,8 +244,8 @@ async def _changed(request: HTTPRequest, change: Callable[[dict[str, Any]], None
     try:
         change(await read_object(request))
     except (BadRequest, ModelError) as error:
-        text = str(error).replace("has already been loaded", "already exists")
-        return JSONResponse({"success": False, "error_message": text}, 400)
+        error_message = str(error).replace("has already been loaded", "already exists")
+        return JSONResponse({"success": False, "error_message": error_message}, 400)
     return JSONResponse({"success": True, "error_message": None})
 
 
@@ -259,23 +259,23 @@ def _parameters(document: dict[str, Any]) -> dict[str, Any]:
 def _as_vllm(document: dict[str, Any]) -> bytes:
     """A request with the names that `parse_generate` reads. Raises BadRequest for what it has no name for."""
     params = dict[str, Any]()
-    for name, value in _parameters(document).items():
-        if name in _TEXT_ALONE or value is None:
+    for setting_name, setting_value in _parameters(document).items():
+        if setting_name in _TEXT_ALONE or setting_value is None:
             continue
-        if name not in _SAMPLING | _SAMPLING_NOT_HERE:
-            raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
-        params[_RENAMED.get(name, name)] = value
+        if setting_name not in _SAMPLING | _SAMPLING_NOT_HERE:
+            raise BadRequest(f"sampling_params.{setting_name}: the embedded engine does not have it")
+        params[_RENAMED.get(setting_name, setting_name)] = setting_value
     if params.get("max_tokens") == 0:  # the prompt alone is requested
         params["max_tokens"] = 1
-    body: dict[str, Any] = {
+    vllm_request: dict[str, Any] = {
         "token_ids": document.get("input_ids"),
         "sampling_params": params,
         "stream": document.get("stream") is True,
     }
-    for theirs, ours in (("rid", "request_id"), ("lora_path", "model")):
-        if document.get(theirs) is not None:
-            body[ours] = document[theirs]
-    return json.dumps(body).encode()
+    for sglang_name, vllm_name in (("rid", "request_id"), ("lora_path", "model")):
+        if document.get(sglang_name) is not None:
+            vllm_request[vllm_name] = document[sglang_name]
+    return json.dumps(vllm_request).encode()
 
 
 def _error(text: str) -> JSONResponse:

@@ -42,23 +42,23 @@ class SharedRoutes:
             if engine.chat is None:
                 raise BadRequest("the model's folder has no chat template: ask /inference/v1/generate for tokens")
             document = parse_object(await read_body(receive))
-            chat = engine.chat.parse(document, name=engine.name, length=engine.batcher.slots.length)
-            generation = engine.accept(chat.generate)
+            chat_request = engine.chat.parse(document, name=engine.name, length=engine.batcher.slots.length)
+            generation = engine.accept(chat_request.generate)
         except BadRequest as error:
             await refusal(error)(scope, receive, send)
             return
         with generation.running(receive):
-            if chat.stream:
-                await _stream_chat(engine.chat, chat, generation, send)
+            if chat_request.stream:
+                await _stream_chat(engine.chat, chat_request, generation, send)
             else:
-                answer = engine.chat.answer(chat, await generation.whole(), generation.request.prompt_length)
+                answer = engine.chat.answer(chat_request, await generation.whole(), generation.request.prompt_length)
                 await JSONResponse(answer)(scope, receive, send)
 
     async def _models(self, _: HTTPRequest) -> Response:
         engine = self._engine
-        model = {"id": engine.name, "object": "model", "max_model_len": engine.batcher.slots.length}
-        loaded = [{"id": name, "object": "model", "parent": engine.name} for name in engine.adapters]
-        return JSONResponse({"object": "list", "data": [model, *loaded]})
+        base_model = {"id": engine.name, "object": "model", "max_model_len": engine.batcher.slots.length}
+        loaded_adapters = [{"id": name, "object": "model", "parent": engine.name} for name in engine.adapters]
+        return JSONResponse({"object": "list", "data": [base_model, *loaded_adapters]})
 
     async def _health(self, _: HTTPRequest) -> Response:
         return Response()
@@ -94,19 +94,19 @@ async def send_events(send: Send, text: bytes, *, last: bool) -> None:
 async def _stream_chat(chats: Chat, chat: ChatRequest, generation: Generation, send: Send) -> None:
     """Text as it comes; an answer that may have calls of tools at its end, when it can be read."""
     await begin_events(send)
-    parts, sent, first = list[Emission](), "", True
-    async for part in generation.emissions():
-        parts.append(part)
+    emissions, sent_text, is_first = list[Emission](), "", True
+    async for emission in generation.emissions():
+        emissions.append(emission)
         # All tokens again for each chunk, since a decoder may join the last character with new bytes: the text of a
         # suffix alone is not the suffix of the text. A chat's answer is short enough for that.
-        text = "" if chat.tools else chats.text([token for part in parts for token in part.token_ids])
-        new = fresh(text, sent)
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        if new or first or (chat.logprobs and part.token_ids):
-            await send_events(send, chats.event(chat, delta | ({"content": new} if new else {}), part), last=False)
-        sent, first = sent + new, False
-    body = chats.last(chat, generation.joined(parts), generation.request.prompt_length, sent)
-    await send_events(send, body, last=True)
+        whole_text = "" if chat.tools else chats.text([token for emission in emissions for token in emission.token_ids])
+        new = fresh(whole_text, sent_text)
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if new or is_first or (chat.logprobs and emission.token_ids):
+            await send_events(send, chats.event(chat, delta | ({"content": new} if new else {}), emission), last=False)
+        sent_text, is_first = sent_text + new, False
+    last_events = chats.last(chat, generation.joined(emissions), generation.request.prompt_length, sent_text)
+    await send_events(send, last_events, last=True)
 
 
 def guard(handler: Callable[[HTTPRequest], Awaitable[Response]]) -> Callable[[HTTPRequest], Awaitable[Response]]:
@@ -123,26 +123,26 @@ def guard(handler: Callable[[HTTPRequest], Awaitable[Response]]) -> Callable[[HT
 
 def refusal(error: BadRequest) -> JSONResponse:
     """The error body that vLLM's server sends."""
-    kind = "NotFoundError" if error.status == HTTPStatus.NOT_FOUND else "BadRequestError"
-    body = {"message": str(error), "type": kind, "code": error.status}
-    return JSONResponse({"error": body}, status_code=error.status)
+    error_type = "NotFoundError" if error.status == HTTPStatus.NOT_FOUND else "BadRequestError"
+    error_body = {"message": str(error), "type": error_type, "code": error.status}
+    return JSONResponse({"error": error_body}, status_code=error.status)
 
 
 async def read_body(receive: Receive) -> bytes:
     """The body of a request. Raises BadRequest if it is too large, or breaks off."""
-    parts: list[bytes] = []
-    size = 0
+    body_parts: list[bytes] = []
+    received_bytes = 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise BadRequest("the connection was closed before the body ended")
-        part = message.get("body", b"")
-        size += len(part)
-        if size > _BODY_LIMIT:
+        body_part = message.get("body", b"")
+        received_bytes += len(body_part)
+        if received_bytes > _BODY_LIMIT:
             raise BadRequest(f"the body is larger than {_BODY_LIMIT} bytes")
-        parts.append(part)
+        body_parts.append(body_part)
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return b"".join(body_parts)
 
 
 async def read_object(request: HTTPRequest) -> dict[str, Any]:
@@ -152,15 +152,15 @@ async def read_object(request: HTTPRequest) -> dict[str, Any]:
 
 def version_in(document: dict[str, Any], field: str) -> int:
     """The weight version in a field. Raises BadRequest."""
-    text = document.get(field)
-    if not isinstance(text, str) or not text.isdecimal():
-        raise BadRequest(f"{field} = {text!r}: must be a string of decimal digits")
-    return int(text)
+    version_text = document.get(field)
+    if not isinstance(version_text, str) or not version_text.isdecimal():
+        raise BadRequest(f"{field} = {version_text!r}: must be a string of decimal digits")
+    return int(version_text)
 
 
 def adapter_in(document: dict[str, Any]) -> tuple[str, str]:
     """The name of an adapter to load, and the path of its folder. Raises BadRequest."""
-    name, path = document.get("lora_name"), document.get("lora_path")
-    if not isinstance(name, str) or not isinstance(path, str):
+    adapter_name, adapter_path = document.get("lora_name"), document.get("lora_path")
+    if not isinstance(adapter_name, str) or not isinstance(adapter_path, str):
         raise BadRequest("lora_name and lora_path: a name and the path of a folder are required")
-    return name, path
+    return adapter_name, adapter_path

@@ -44,16 +44,16 @@ class VisionTower:
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise ModelError unless these are the tower's weights, under their names without `TOWER_PREFIX`."""
-        expected = self._module.state_dict()
-        if odd := sorted(expected.keys() ^ weights.keys()):
-            problem = "is missing" if odd[0] in expected else "is unknown"
+        expected_weights = self._module.state_dict()
+        if odd := sorted(expected_weights.keys() ^ weights.keys()):
+            problem = "is missing" if odd[0] in expected_weights else "is unknown"
             raise ModelError(f"weight {TOWER_PREFIX + odd[0]!r} {problem} ({len(odd)} such) for this architecture")
-        for name, tensor in weights.items():
-            if tensor.shape != expected[name].shape:
-                shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
-                raise ModelError(f"weight {TOWER_PREFIX + name!r} has shape {shapes}")
+        for weight_name, tensor in weights.items():
+            if tensor.shape != expected_weights[weight_name].shape:
+                shapes = f"{tuple(tensor.shape)}, expected {tuple(expected_weights[weight_name].shape)}"
+                raise ModelError(f"weight {TOWER_PREFIX + weight_name!r} has shape {shapes}")
             if not bool(torch.isfinite(tensor).all()):
-                raise ModelError(f"weight {TOWER_PREFIX + name!r} holds values that are not finite")
+                raise ModelError(f"weight {TOWER_PREFIX + weight_name!r} holds values that are not finite")
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take weights that were checked."""

@@ -47,19 +47,19 @@ class WeightUpdates:
         self._check_started()
         # Held under a name of its own: reading takes seconds, and a pusher that gave up may have begun another update
         # by then. Its file must not be mixed with what this one reads.
-        staged = self._staged  # of this update: a later start drops it
+        staged_tensors = self._staged  # of this update: a later start drops it
         try:
             if object_store.is_url(path):
-                data = await asyncio.to_thread(self._sources.fetch, path, sha256, self._base, deadline_s)
-                self._base = (sha256, data)
+                weight_bytes = await asyncio.to_thread(self._sources.fetch, path, sha256, self._base, deadline_s)
+                self._base = (sha256, weight_bytes)
             else:
-                data = await asyncio.to_thread(self._sources.read, path, sha256)
-            staged |= await asyncio.to_thread(_tensors, data, f"update_info.path: {path!r}")
+                weight_bytes = await asyncio.to_thread(self._sources.read, path, sha256)
+            staged_tensors |= await asyncio.to_thread(_tensors, weight_bytes, f"update_info.path: {path!r}")
             # Packing reads and writes all weights, so it happens before the pause
             # (`test_new_weights_are_packed_before_the_pause_which_only_swaps_them`).
-            packed = await asyncio.to_thread(self._pack, staged)
-            if staged is self._staged:
-                self._packed = packed
+            packed_weights = await asyncio.to_thread(self._pack, staged_tensors)
+            if staged_tensors is self._staged:
+                self._packed = packed_weights
         except WeightSyncError as error:
             raise BadRequest(f"update_info.path: {error}") from None
 
@@ -75,8 +75,8 @@ class WeightUpdates:
 
     async def take_folder(self, path: str, version: int) -> None:
         """Read all files of a folder, then swap. Raises WeightSyncError, ModelError, BadRequest or OSError."""
-        packed = await asyncio.to_thread(self._read_folder, path)
-        self._batcher.take(packed, version)
+        packed_weights = await asyncio.to_thread(self._read_folder, path)
+        self._batcher.take(packed_weights, version)
         give_back_memory()
 
     def _check_started(self) -> None:
@@ -90,15 +90,15 @@ class WeightUpdates:
         return None
 
     def _read_folder(self, path: str) -> PackedWeights:
-        names = sorted(file.name for file in Path(path).glob("*.safetensors"))
-        if not names:
+        file_names = sorted(weight_part.name for weight_part in Path(path).glob("*.safetensors"))
+        if not file_names:
             raise BadRequest(f"model_path: {path!r} has no safetensors files")
         weights: dict[str, torch.Tensor] = {}
-        for name in names:
-            with self._sources.open(f"{path}/{name}") as file:
+        for file_name in file_names:
+            with self._sources.open(f"{path}/{file_name}") as weight_part:
                 # No digest here: SGLang's call has no field for one. The folder is one that the engine was started
                 # with, and the canary judges what was read.
-                weights |= _tensors(weight_file.mapped(file), f"model_path: {path!r}")
+                weights |= _tensors(weight_file.mapped(weight_part), f"model_path: {path!r}")
         return self._batcher.model.pack(weights)
 
 
@@ -130,13 +130,13 @@ class Adapters:
         if name in self._by_name:
             raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
         self._reads += 1
-        uploaded = self.inbox.holds(path)
+        is_uploaded = self.inbox.holds(path)
 
         def file(name: str) -> bytes:
-            if not uploaded:
+            if not is_uploaded:
                 return self._sources.adapter(path, name)
-            with self.inbox.open(path, name) as opened:
-                return opened.read()
+            with self.inbox.open(path, name) as adapter_file:
+                return adapter_file.read()
 
         try:
             # Keys of adapters count down from -1 and versions up from 0, so that no cached prefix of one is ever
@@ -145,7 +145,7 @@ class Adapters:
         except WeightSyncError as error:
             raise BadRequest(str(error)) from None
         finally:
-            if uploaded:
+            if is_uploaded:
                 self.inbox.remove(path)  # it came for this, and nobody reads it again
 
     def unload(self, name: str) -> None:
