@@ -87,8 +87,8 @@ _OF_BACKEND = {"nccl": Need.NCCL, "ipc": Need.IPC}
 
 def needed(transport: Transport) -> frozenset[Need]:
     """The needs of training at a server to which new weights travel by this transport."""
-    takes = FOR_TRAINING - {Need.WEIGHTS} | {_OF_BACKEND.get(transport.backend, Need.WEIGHTS)}
-    return takes | {Need.LORA} if transport.form == "adapter" else takes
+    needs_to_take = FOR_TRAINING - {Need.WEIGHTS} | {_OF_BACKEND.get(transport.backend, Need.WEIGHTS)}
+    return needs_to_take | {Need.LORA} if transport.form == "adapter" else needs_to_take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,31 +109,33 @@ class Facts:
     def require(self, needs: Collection[Need], *, dtype: str = "auto", context: int = 0, lora_rank: int = 8) -> None:
         """Raises UsageError with everything it lacks of `needs`, of contexts of so many tokens and of computing in
         `dtype`, and with the command that starts it so."""
-        lacking = [need for need in Need if need in needs and need not in self.has]
-        missing, flags = [str(need) for need in lacking], [need.flags for need in lacking if need.flags]
-        if Need.LORA in lacking:
+        missing_needs = [need for need in Need if need in needs and need not in self.has]
+        shortfalls, flags = [str(need) for need in missing_needs], [need.flags for need in missing_needs if need.flags]
+        if Need.LORA in missing_needs:
             flags.append(f"--max-lora-rank {lora_room(lora_rank)}")
         if self.max_model_len < context:
-            missing.append(f"contexts of {context} tokens (it has {self.max_model_len})")
+            shortfalls.append(f"contexts of {context} tokens (it has {self.max_model_len})")
             flags.append(f"--max-model-len {context}")
         if dtype not in ("auto", self.dtype):
-            missing += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
+            shortfalls += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
             flags.append(f"--dtype {dtype}")
-        if missing:
-            env = [need.env for need in lacking if need.env]
+        if shortfalls:
+            variables = [need.env for need in missing_needs if need.env]
             # `vllm serve` does not start with the CPU build, which does not find its own version.
-            start = " ".join(
-                [*env, "python -m vllm.entrypoints.openai.api_server --model", shlex.quote(self.root), *flags]
+            start_command = " ".join(
+                [*variables, "python -m vllm.entrypoints.openai.api_server --model", shlex.quote(self.root), *flags]
             )
-            lacks = f"the vLLM server at {self.url} lacks {', '.join(missing)}"
-            raise UsageError(f"{lacks}: start it, by vLLM's own python and beside its other flags, with: {start}")
+            lacks = f"the vLLM server at {self.url} lacks {', '.join(shortfalls)}"
+            raise UsageError(
+                f"{lacks}: start it, by vLLM's own python and beside its other flags, with: {start_command}"
+            )
 
 
 async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
     """Ask a server what it has. Raises UsageError for a server that is no vLLM, that wants another key, or that is of
     an untested version unless that is allowed; EngineUnavailable or EngineTimeout if it is not there."""
-    passes = (EngineUnavailable, EngineTimeout, UsageError)
-    with boundary(UsageError, f"the server at {client.url} is no vLLM server:", passes=passes):
+    passed_errors = (EngineUnavailable, EngineTimeout, UsageError)
+    with boundary(UsageError, f"the server at {client.url} is no vLLM server:", passes=passed_errors):
         return await _probed(client, untested=untested)
 
 
@@ -147,21 +149,21 @@ async def _probed(client: EngineClient, *, untested: bool) -> Facts:
         hint = "export its key, and name the variable in engine.api_key_env"
         raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
     check_version(version, f"the server at {client.url}", untested=untested)
-    model = cast("dict[str, Any]", models[0])
-    answer, logprobs = await _sample(client, model["max_model_len"])
-    facts = await _rpc(client, "agentrl_facts")
-    backend = await _backend(client)
-    takes = _BACKENDS.get(backend or "")
-    if takes is Need.IPC and facts is not None and not facts["pickles"]:
-        takes = None
-    answers = {
+    first_model = cast("dict[str, Any]", models[0])
+    answer, logprobs = await _sample(client, first_model["max_model_len"])
+    worker_facts = await _rpc(client, "agentrl_facts")
+    backend_name = await _backend(client)
+    weights_need = _BACKENDS.get(backend_name or "")
+    if weights_need is Need.IPC and worker_facts is not None and not worker_facts["pickles"]:
+        weights_need = None
+    met_needs = {
         Need.TOKENS: answer is not None,
         Need.ADMIN: await _answers(client, "GET", "/is_paused"),
         Need.LOGPROBS: logprobs,
-        Need.WEIGHTS: takes is Need.WEIGHTS,
-        Need.NCCL: takes is Need.NCCL,
-        Need.IPC: takes is Need.IPC,
-        Need.PLUGIN: facts is not None and not facts["missing"],
+        Need.WEIGHTS: weights_need is Need.WEIGHTS,
+        Need.NCCL: weights_need is Need.NCCL,
+        Need.IPC: weights_need is Need.IPC,
+        Need.PLUGIN: worker_facts is not None and not worker_facts["missing"],
         Need.LORA: await _takes_adapters(client),
         Need.ROUTED_EXPERTS: bool(answer and answer["choices"][0].get("routed_experts")),
         Need.KEPT_SETS: bool(answer and answer["choices"][0].get("sampling_mask")),
@@ -169,12 +171,12 @@ async def _probed(client: EngineClient, *, untested: bool) -> Facts:
     return Facts(
         url=client.url,
         version=version,
-        model=model["id"],
-        root=model.get("root") or model["id"],
-        max_model_len=model["max_model_len"],
-        has=frozenset(need for need, is_met in answers.items() if is_met),
-        backend=backend,
-        dtype=None if facts is None else facts.get("dtype"),
+        model=first_model["id"],
+        root=first_model.get("root") or first_model["id"],
+        max_model_len=first_model["max_model_len"],
+        has=frozenset(need for need, is_met in met_needs.items() if is_met),
+        backend=backend_name,
+        dtype=None if worker_facts is None else worker_facts.get("dtype"),
     )
 
 
@@ -193,21 +195,21 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
             "sampling_params": params,
         }
         try:
-            body = await client.call("POST", "/inference/v1/generate", json=payload, deadline_s=_DEADLINE_S)
+            answer_body = await client.call("POST", "/inference/v1/generate", json=payload, deadline_s=_DEADLINE_S)
         except EngineUnavailable:
             raise
         except EngineError:
             return None, False
-        answers.append(parse_json(body))
-    tops = [
+        answers.append(parse_json(answer_body))
+    top_logprobs = [
         {
             entry["token_id"]: entry["logprob"]
             for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         }
         for answer in answers
     ]
-    both = sorted(tops[0].keys() & tops[1].keys(), key=tops[0].__getitem__)
-    cold, hot = (top[both[-1]] - top[both[0]] for top in tops)
+    common_tokens = sorted(top_logprobs[0].keys() & top_logprobs[1].keys(), key=top_logprobs[0].__getitem__)
+    cold, hot = (top[common_tokens[-1]] - top[common_tokens[0]] for top in top_logprobs)
     # Half as far apart in exact numbers; three quarters leave room for bfloat16, and are still far from 1.
     return answers[0], hot < 0.75 * cold
 
@@ -228,8 +230,8 @@ async def _backend(client: EngineClient) -> str | None:
     try:
         await client.call("POST", "/init_weight_transfer_engine", json=payload, deadline_s=_DEADLINE_S)
     except EngineError as error:
-        backend = re.search(r"Invalid init_info for (\w+)", error.reason)
-        return backend[1] if backend else None
+        name_match = re.search(r"Invalid init_info for (\w+)", error.reason)
+        return name_match[1] if name_match else None
     return None
 
 
@@ -244,7 +246,7 @@ async def _answers(client: EngineClient, method: str, path: str) -> bool:
 async def _rpc(client: EngineClient, method: str) -> dict[str, Any] | None:
     """Call a method of the first worker; None if it knows no such method, or answers otherwise than our plugin."""
     try:
-        body = await client.call("POST", "/collective_rpc", json={"method": method}, deadline_s=_DEADLINE_S)
-        return results(body, missing=list, pickles=bool)[0]
+        answer_body = await client.call("POST", "/collective_rpc", json={"method": method}, deadline_s=_DEADLINE_S)
+        return results(answer_body, missing=list, pickles=bool)[0]
     except EngineError:
         return None

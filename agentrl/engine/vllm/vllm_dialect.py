@@ -41,9 +41,9 @@ class VLLMDialect(EngineDialect):
         return bool(parse_json(await engine.call("GET", "/is_paused", deadline_s=deadline_s)).get("is_paused"))
 
     async def stated_version(self, engine: EngineCalls, *, deadline_s: float) -> int | None:
-        for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
+        for api_path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
             try:
-                answer = parse_json(await engine.call("GET", path, deadline_s=deadline_s))
+                answer = parse_json(await engine.call("GET", api_path, deadline_s=deadline_s))
             except (EngineUnavailable, EngineTimeout):
                 raise
             except EngineError:  # it lacks the path
@@ -75,12 +75,12 @@ class VLLMDialect(EngineDialect):
         await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
 
     async def adapters_in_use(self, engine: EngineCalls, *, deadline_s: float) -> str:
-        latest, names = 0.0, ""
+        newest_use, newest_labels = 0.0, ""
         for line in (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines():
             # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
             if line.startswith("vllm:lora_requests_info{"):
                 labels, used_at = metric(line)
                 # Lines of sets that are no longer used stay in the metrics for good; only the newest is the present.
-                if used_at >= latest:
-                    latest, names = used_at, labels
-        return names
+                if used_at >= newest_use:
+                    newest_use, newest_labels = used_at, labels
+        return newest_labels

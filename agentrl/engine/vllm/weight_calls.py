@@ -24,20 +24,20 @@ _STAGE_POLL_S = 0.01
 
 async def take_weights(engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
     """Have an engine load new weights; see `EngineDialect.take_weights`."""
-    infos, clear_cache = update.files, update.clear_cache
+    file_infos, clear_cache = update.files, update.clear_cache
     init: dict[str, Json] = {} if update.keep_base is None else {"keep_base": update.keep_base}
     # With every push, also where it was done before: an engine that was restarted has forgotten it, and asking would
     # cost the same call.
     answer = await engine.call("POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s)
-    ahead = bool(parse_json(answer).get("reads_ahead"))
+    reads_ahead = bool(parse_json(answer).get("reads_ahead"))
     # A sleeping engine has no memory for a second copy, and no generation that a pause could disturb.
     if update.stage and not update.asleep:
-        second = update.second and len(infos) == 1
-        if await _stage(engine, infos[0], second, deadline_s):
-            paused = await _swap(engine, infos[0], update.version, deadline_s, clear_cache)
-            if paused is not None:
-                return paused
-    return await _load(engine, infos, update.version, deadline_s, clear_cache, ahead, update.asleep)
+        wants_second = update.second and len(file_infos) == 1
+        if await _stage(engine, file_infos[0], wants_second, deadline_s):
+            paused_s = await _swap(engine, file_infos[0], update.version, deadline_s, clear_cache)
+            if paused_s is not None:
+                return paused_s
+    return await _load(engine, file_infos, update.version, deadline_s, clear_cache, reads_ahead, update.asleep)
 
 
 async def _stage(engine: EngineCalls, info: Mapping[str, Json], second: bool, deadline_s: float) -> bool:
@@ -51,11 +51,11 @@ async def _stage(engine: EngineCalls, info: Mapping[str, Json], second: bool, de
     except EngineError:
         return False
     while True:
-        states = results(await _workers(engine, "agentrl_staged", deadline_s=deadline_s), ready=bool)
-        if errors := [str(state["error"]) for state in states if state.get("error")]:
+        worker_states = results(await _workers(engine, "agentrl_staged", deadline_s=deadline_s), ready=bool)
+        if errors := [str(worker_state["error"]) for worker_state in worker_states if worker_state.get("error")]:
             raise WeightSyncError(errors[0])
-        if all(state["ready"] for state in states):
-            return all(state.get("second", False) for state in states)
+        if all(worker_state["ready"] for worker_state in worker_states):
+            return all(worker_state.get("second", False) for worker_state in worker_states)
         await trio.sleep(_STAGE_POLL_S)
 
 
@@ -66,9 +66,9 @@ async def _swap(
     its own clock; None if it has no second copy any more, and nothing was changed."""
     arguments = (json.dumps(dict(info)), str(version), clear_cache)
     answer = await _workers(engine, "agentrl_publish", *arguments, deadline_s=deadline_s)
-    if not all(worker["swapped"] for worker in results(answer, swapped=bool)):
+    if not all(worker_result["swapped"] for worker_result in results(answer, swapped=bool)):
         return None
-    return max(worker["paused_s"] for worker in results(answer, paused_s=int | float))
+    return max(worker_result["paused_s"] for worker_result in results(answer, paused_s=int | float))
 
 
 async def _workers(engine: EngineCalls, method: str, *args: Json, deadline_s: float) -> bytes:
@@ -101,26 +101,26 @@ async def _load(
             # here.
             await call("/finish_weight_update", {})
             await call("/start_weight_update")
-        for info in infos:
-            await call("/update_weights", {"update_info": dict(info)})
+        for file_info in infos:
+            await call("/update_weights", {"update_info": dict(file_info)})
 
-    finish: dict[str, Json] = {"weight_version": str(version)}
+    finish_body: dict[str, Json] = {"weight_version": str(version)}
     if asleep:
-        started = trio.current_time()
+        started_at = trio.current_time()
         await sleep.sleep(engine, level=2, deadline_s=deadline_s)  # whatever it does
         await sleep.wake(engine, "weights", deadline_s=deadline_s)
         await update()
-        await call("/finish_weight_update", finish)
+        await call("/finish_weight_update", finish_body)
         # Last: with room for keys and values the engine goes on by itself, and it must have the new weights and their
         # version by then.
         await sleep.wake(engine, "kv_cache", deadline_s=deadline_s)
-        return trio.current_time() - started
+        return trio.current_time() - started_at
     if ahead:
         await update()
-    started = trio.current_time()
+    started_at = trio.current_time()
     await call("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
     if not ahead:
         await update()
-    await call("/finish_weight_update", finish)
+    await call("/finish_weight_update", finish_body)
     await call("/resume")
-    return trio.current_time() - started
+    return trio.current_time() - started_at

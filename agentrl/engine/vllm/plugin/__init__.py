@@ -56,8 +56,8 @@ def _die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, if a `host` of ours started the server (law 4).
 
     The host itself lives by its lifeline; the processes that vLLM starts from it live by this."""
-    host = os.environ.get(HOST_VARIABLE)
-    if host is None or host == str(os.getpid()):
+    host_pid = os.environ.get(HOST_VARIABLE)
+    if host_pid is None or host_pid == str(os.getpid()):
         return
     import ctypes
     import multiprocessing

@@ -38,13 +38,13 @@ def server_parser() -> Any:
 
     # The parser is made inside the server's `__main__`, by functions whose names change from version to version. That
     # it calls `parse_args` does not change, so it is caught there.
-    read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, caught  # type: ignore[assignment]
+    original, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, caught  # type: ignore[assignment]
     try:
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     except _ParserReached as reached:
         return reached.args[0]
     finally:
-        argparse.ArgumentParser.parse_args = read
+        argparse.ArgumentParser.parse_args = original
     raise SystemExit(f"{SERVER} reads no arguments")
 
 
@@ -53,23 +53,24 @@ def wrong(
 ) -> dict[str, Any] | None:
     """The first of the further arguments that is wrong beside `base`: its name (None if it is not known which one),
     vLLM's message, and a name near an unknown one."""
-    for key, words in arguments.items():
-        action = parser._option_string_actions.get(f"--{key}")  # the whole name: it takes shortened ones as well
-        if action is None:
-            names = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
-            return {"key": key, "says": None, "near": difflib.get_close_matches(key, names, n=1)}
-        for name in action.option_strings:
+    for argument, argument_words in arguments.items():
+        # By the whole name: the parser takes shortened ones as well.
+        parser_action = parser._option_string_actions.get(f"--{argument}")
+        if parser_action is None:
+            known_names = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
+            return {"key": argument, "says": None, "near": difflib.get_close_matches(argument, known_names, n=1)}
+        for name in parser_action.option_strings:
             if name[2:] in reserved:
-                return {"key": key, "says": reserved[name[2:]], "near": []}
-        if refusal := _refusal(parser, ["--model", "m", *words]):
-            return {"key": key, "says": refusal, "near": []}
+                return {"key": argument, "says": reserved[name[2:]], "near": []}
+        if refusal := _refusal(parser, ["--model", "m", *argument_words]):
+            return {"key": argument, "says": refusal, "near": []}
     # Each argument alone may be fine, and the configuration of all refused. Then one is left out at a time: the one
     # without which it works is named.
     if refusal := _refusal(parser, [*base, *_all(arguments)], configure=True):
-        for key in arguments:
-            rest = {name: words for name, words in arguments.items() if name != key}
-            if not _refusal(parser, [*base, *_all(rest)], configure=True):
-                return {"key": key, "says": refusal, "near": []}
+        for argument in arguments:
+            other_arguments = {name: argument_words for name, argument_words in arguments.items() if name != argument}
+            if not _refusal(parser, [*base, *_all(other_arguments)], configure=True):
+                return {"key": argument, "says": refusal, "near": []}
         return {"key": None, "says": refusal, "near": []}
     return None
 
@@ -86,13 +87,13 @@ def _refusal(parser: Any, argv: list[str], *, configure: bool = False) -> str | 
 
     parser.error = refuse
     try:
-        args = parser.parse_args(argv)
-        if loose := getattr(args, "model_tag", None):  # a place for the model's name, which takes any loose word
-            refuse(f"unrecognized arguments: {loose}")
+        parsed = parser.parse_args(argv)
+        if loose_word := getattr(parsed, "model_tag", None):  # a place for the model's name, which takes any loose word
+            refuse(f"unrecognized arguments: {loose_word}")
         if configure:
             from vllm.engine.arg_utils import AsyncEngineArgs
 
-            AsyncEngineArgs.from_cli_args(args).create_engine_config()
+            AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     except Exception as error:  # whatever vLLM says of a setting
         return _line(error)
     return None
@@ -101,12 +102,12 @@ def _refusal(parser: Any, argv: list[str], *, configure: bool = False) -> str | 
 def _line(error: Exception) -> str:
     details: Any = getattr(error, "errors", None)
     if details is not None:  # of pydantic: a report of several lines
-        first = details()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        text = f"{place}: {first['msg']}" if place else first["msg"]
+        first_detail = details()[0]
+        location = ".".join(str(part) for part in first_detail["loc"])
+        error_line = f"{location}: {first_detail['msg']}" if location else first_detail["msg"]
     else:
-        text = str(error) or type(error).__name__
-    return re.sub(r"\s+", " ", text).removeprefix("Value error, ").strip()
+        error_line = str(error) or type(error).__name__
+    return re.sub(r"\s+", " ", error_line).removeprefix("Value error, ").strip()
 
 
 def main() -> None:

@@ -39,15 +39,15 @@ def install() -> None:
     # Linux lends AMX tiles only on request. Nobody requests them where threads are not bound, and the first
     # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
     torch.cpu._init_amx()
-    shrink, add_logits = lora_ops.bgmv_shrink, punica_cpu.PunicaWrapperCPU.add_lora_logits
+    original_shrink, add_logits = lora_ops.bgmv_shrink, punica_cpu.PunicaWrapperCPU.add_lora_logits
     # vLLM loads plugins more than once in a process; a wrapper around a wrapper would still work, and hide that it
     # does.
-    if hasattr(shrink, "__wrapped__"):
+    if hasattr(original_shrink, "__wrapped__"):
         return
 
-    @functools.wraps(shrink)
+    @functools.wraps(original_shrink)
     def fixed_shrink(inputs, weights, output, indices, scaling=1.0):
-        shrink(inputs, weights, output, indices, scaling)
+        original_shrink(inputs, weights, output, indices, scaling)
         if enabled:
             # -1 is vLLM's mark for "no adapter", and an index from the end to torch: the result is that of the last
             # slot's adapter, and must add nothing.
@@ -60,10 +60,10 @@ def install() -> None:
         if not enabled or len(self.sampler_indices) == len(x):
             add_logits(self, y, x, *args, **kwargs)
 
-    settle = FusedMoEConfig.__post_init__
+    original_settle = FusedMoEConfig.__post_init__
 
     def fixed_settle(self):
-        settle(self)
+        original_settle(self)
         self.is_lora_enabled = self.is_lora_enabled and not enabled
 
     FusedMoEConfig.__post_init__ = fixed_settle
@@ -76,10 +76,10 @@ def ready_for_update(model: Any) -> None:
     if not _needed():
         return
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        quant_method: Any = getattr(module, "quant_method", None)
+        if getattr(quant_method, "moe_kernel", None) is not None:
             # vLLM packs experts when it makes their kernel, and makes one only where there is none yet.
-            method.moe_kernel = None
+            quant_method.moe_kernel = None
 
 
 def after_update(model: Any) -> None:

@@ -139,10 +139,10 @@ class Stage:
             return
         self.drop()
         self._update, self._done, self._gone = update, threading.Event(), threading.Event()
-        work = (update, second, keep_s, self._done, self._gone, self._thread)
+        arguments = (update, second, keep_s, self._done, self._gone, self._thread)
         # A thread of the worker, since torch's and the disk's work let the interpreter go: generation goes on beside
         # it. Daemonic, since a store that hangs must not hold a worker that ends.
-        self._thread = threading.Thread(target=self._prepare, args=work, name="stage-weights", daemon=True)
+        self._thread = threading.Thread(target=self._prepare, args=arguments, name="stage-weights", daemon=True)
         self._thread.start()
 
     def state(self) -> dict[str, Any]:
@@ -166,14 +166,14 @@ class Stage:
             # Without a deadline of its own: this runs inside the trainer's call, which has one, and
             # `Update.deadline_s` bounds each read.
             self._done.wait()
-            staged, error = self._staged, self._error
+            staged_update, stage_error = self._staged, self._error
             self.drop()
-            if error is not None:
-                raise WeightSyncError(error)
-            if staged is not None:  # else nobody took it in time
-                return staged
-        data = update.bytes(self.base)
-        return Staged(data=data, kept=self.base.copy(update, data))
+            if stage_error is not None:
+                raise WeightSyncError(stage_error)
+            if staged_update is not None:  # else nobody took it in time
+                return staged_update
+        weight_bytes = update.bytes(self.base)
+        return Staged(data=weight_bytes, kept=self.base.copy(update, weight_bytes))
 
     def drop(self) -> None:
         """Forget what was begun. The memory is freed on the thread that took it."""
@@ -193,27 +193,27 @@ class Stage:
             if gone.is_set():
                 raise Superseded
 
-        staged, error = None, None
+        staged_update, error_text = None, None
         try:
             if former is not None:
                 former.join()  # else there would be a third copy
             waited_for()
-            data = update.bytes(self.base)
-            staged = Staged(data=data, kept=self.base.copy(update, data))
+            weight_bytes = update.bytes(self.base)
+            staged_update = Staged(data=weight_bytes, kept=self.base.copy(update, weight_bytes))
             if second:
-                staged.second, staged.why = self.build(data, waited_for)
+                staged_update.second, staged_update.why = self.build(weight_bytes, waited_for)
         except Superseded:
-            staged = None
+            staged_update = None
         except WeightSyncError as failure:
-            staged, error = None, str(failure)
+            staged_update, error_text = None, str(failure)
         # Only the latest thread may write its result: `begin` replaces the events, and an older thread that is late
         # compares unequal here. So no lock is needed.
         if self._done is done:
-            self._staged, self._error = staged, error
+            self._staged, self._error = staged_update, error_text
         done.set()
         # Else this frame would hold the second copy for `keep_s` after a swap has taken it: twice the weights, for
         # nothing.
-        del staged
+        del staged_update
         if not gone.wait(keep_s) and self._gone is gone:
             logger.warning("agentrl: staged weights were dropped: nobody took them within %g s", keep_s)
             self.drop()
@@ -227,12 +227,12 @@ def tensors(data: weight_file.Bytes) -> Iterator[tuple[str, Any]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a mapped file is read-only, and nobody writes to it
-        flat = torch.from_numpy(data)
+        flat_bytes = torch.from_numpy(data)
     for place in weight_file.places(data):
         if place.dtype not in _DTYPES:
             raise WeightSyncError(f"weight {place.name} has dtype {place.dtype}, which this backend does not load")
         dtype = getattr(torch, _DTYPES[place.dtype])
-        piece = flat[place.start : place.end]
+        piece = flat_bytes[place.start : place.end]
         if place.start % dtype.itemsize:
             # A view of another dtype needs an aligned start, and safetensors does not promise one.
             piece = piece.clone()
@@ -244,9 +244,9 @@ def load(model: Any, data: weight_file.Bytes, waited_for: Callable[[], None] = l
     exception between two tensors."""
 
     def each() -> Iterator[tuple[str, Any]]:
-        for pair in tensors(data):
+        for named_tensor in tensors(data):
             waited_for()
-            yield pair
+            yield named_tensor
 
     cpu_fixes.ready_for_update(model)
     model.load_weights(each())

@@ -70,18 +70,18 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         update = Update(**{name: getattr(update_info, name) for name in Update.__slots__})
-        staged = self.stage.take(update)
+        staged_update = self.stage.take(update)
         # A second copy is of the main model. An update of another one, or one that a dead trainer left open with its
         # layers in parts, is loaded the long way.
-        if staged.second is not None and self.model is self._default_model and not self._open:
-            replaced = staged.second.swap(by_pointer=staging.by_pointer(self.vllm_config, self.model))
+        if staged_update.second is not None and self.model is self._default_model and not self._open:
+            replaced = staged_update.second.swap(by_pointer=staging.by_pointer(self.vllm_config, self.model))
             # Copies on a GPU are only queued: the engine's next pass must not begin on half of them.
             torch.accelerator.synchronize()
         else:
-            self._load(staged.data)
+            self._load(staged_update.data)
             replaced = []
-        self.base.now(update, staged.kept)
-        replaced += [staged.data, staged.second]
+        self.base.now(update, staged_update.kept)
+        replaced += [staged_update.data, staged_update.second]
         # Unmapping a gigabyte takes as long as a few passes: not in the pause.
         threading.Thread(target=_free, args=(replaced,), name="free-weights", daemon=True).start()
 
@@ -100,28 +100,28 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def _second(self, data: weight_file.Bytes, waited_for: Callable[[], None]) -> tuple[Any, str | None]:
         """A second copy of the layers' weights, or why there is none: then the file is loaded in the pause."""
-        model = self._default_model
-        if (why := staging.obstacle(model, self.device)) is None:
+        main_model = self._default_model
+        if (obstacle := staging.obstacle(main_model, self.device)) is None:
             try:
                 with set_current_vllm_config(self.vllm_config):
-                    second = staging.build(
-                        model,
+                    second_copy = staging.build(
+                        main_model,
                         self._default_model_config,
                         self.device,
                         lambda twin: load(twin, data, waited_for),
                         cpu_fixes.after_update,
                         fingerprints.of_file(data, str(self._default_model_config.dtype).removeprefix("torch.")),
                     )
-                return second, None
+                return second_copy, None
             # The file is wrong, or nobody waits: both are answers. Anything else is a layer that vLLM reloads in a
             # way we do not know, and the pause still works for it.
             except (WeightSyncError, Superseded):
                 raise
             except Exception as error:  # a layer that vLLM reloads otherwise: the live model is as it was
                 logger.exception("agentrl: cannot stage a second copy of the weights")
-                why = f"{type(error).__name__}: {error}"
-        logger.warning("agentrl: weights are loaded in the pause: %s", why)
-        return None, why
+                obstacle = f"{type(error).__name__}: {error}"
+        logger.warning("agentrl: weights are loaded in the pause: %s", obstacle)
+        return None, obstacle
 
     def finish_weight_update(self) -> None:
         self._close()

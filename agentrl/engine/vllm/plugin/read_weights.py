@@ -34,9 +34,9 @@ def decide() -> None:
 def serves(model: str) -> None:
     """The folder of the model that this process serves may be read from too: a run sends the weights it starts from."""
     decide()
-    places = json.loads(os.environ[SOURCES_VARIABLE])
-    if Path(model).is_dir() and model not in places:
-        os.environ[SOURCES_VARIABLE] = json.dumps([*places, model])
+    allowed_places = json.loads(os.environ[SOURCES_VARIABLE])
+    if Path(model).is_dir() and model not in allowed_places:
+        os.environ[SOURCES_VARIABLE] = json.dumps([*allowed_places, model])
         sources.cache_clear()
 
 

@@ -44,7 +44,7 @@ def install() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    make_cache, execute, finish = (
+    make_cache, original_execute, original_finish = (
         CPUModelRunner.initialize_kv_cache,
         CPUModelRunner.execute_model,
         Scheduler.update_from_output,
@@ -55,19 +55,19 @@ def install() -> None:
         make_cache(self, kv_cache_config, *args, **kwargs)
         self.agentrl_routing = Routing(self, kv_cache_config.num_blocks)
 
-    @functools.wraps(execute)
+    @functools.wraps(original_execute)
     def hooked_execute(self, scheduler_output, *args, **kwargs):
-        output = execute(self, scheduler_output, *args, **kwargs)
+        output = original_execute(self, scheduler_output, *args, **kwargs)
         self.agentrl_routing.after_step(self, scheduler_output)
         return output
 
-    @functools.wraps(finish)
+    @functools.wraps(original_finish)
     def hooked_finish(self, scheduler_output, model_runner_output):
-        outputs = finish(self, scheduler_output, model_runner_output)
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                output.routed_experts = _take(output)
-        return outputs
+        client_outputs = original_finish(self, scheduler_output, model_runner_output)
+        for client_output in client_outputs.values():
+            for request_output in client_output.outputs:
+                request_output.routed_experts = _take(request_output)
+        return client_outputs
 
     CPUModelRunner.initialize_kv_cache = hooked_make_cache
     CPUModelRunner.execute_model = hooked_execute
@@ -85,10 +85,10 @@ class Routing:
             bind_routed_experts_capturer,
         )
 
-        layers, experts, per_token = _get_routed_experts_shape(runner.vllm_config)
+        layer_count, expert_count, per_token = _get_routed_experts_shape(runner.vllm_config)
         self._block = runner.input_batch.block_table[0].block_size
-        dtype = np.uint8 if experts <= 256 else np.uint16
-        self._table = np.zeros((num_blocks * self._block, layers, per_token), dtype=dtype)
+        dtype = np.uint8 if expert_count <= 256 else np.uint16
+        self._table = np.zeros((num_blocks * self._block, layer_count, per_token), dtype=dtype)
         bind_routed_experts_capturer(runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
@@ -98,34 +98,34 @@ class Routing:
         mappings = get_forward_context().slot_mapping
         if not mappings:  # a run without requests
             return
-        slots = next(iter(mappings.values())).numpy()
+        slot_numbers = next(iter(mappings.values())).numpy()
         # Padding has slot -1, which would write into the table's last row.
-        real = slots >= 0
-        self._table[slots[real], layer_id] = topk_ids[: len(slots)].numpy()[real]
+        is_real_row = slot_numbers >= 0
+        self._table[slot_numbers[is_real_row], layer_id] = topk_ids[: len(slot_numbers)].numpy()[is_real_row]
 
     def after_step(self, runner: Any, scheduler_output: Any) -> None:
         """Keep the rows of every request that may have sampled in this step."""
-        for gone in scheduler_output.finished_req_ids:
-            _running.pop(gone, None)
-        batch = runner.input_batch
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            index = batch.req_id_to_index[request_id]
-            end = int(batch.num_computed_tokens_cpu[index]) + count
-            state = runner.requests[request_id]
+        for finished_id in scheduler_output.finished_req_ids:
+            _running.pop(finished_id, None)
+        input_batch = runner.input_batch
+        for request_id, token_count in scheduler_output.num_scheduled_tokens.items():
+            batch_row = input_batch.req_id_to_index[request_id]
+            end_position = int(input_batch.num_computed_tokens_cpu[batch_row]) + token_count
+            request_state = runner.requests[request_id]
             taken = _running.get(request_id)
             if taken is None:
-                start = getattr(state.sampling_params, "routed_experts_prompt_start", 0)
-                taken = _running[request_id] = _Taken(state.num_prompt_tokens, start)
-            if end >= taken.prompt:
-                first = taken.start if end == taken.prompt else end - 1
+                start = getattr(request_state.sampling_params, "routed_experts_prompt_start", 0)
+                taken = _running[request_id] = _Taken(request_state.num_prompt_tokens, start)
+            if end_position >= taken.prompt:
+                first_position = taken.start if end_position == taken.prompt else end_position - 1
                 # Copied out now: an update with recomputed keys, or the next owner of the slot, overwrites these rows
                 # before the client has them.
-                taken.rows[end] = self._rows(batch, index, first, end)
+                taken.rows[end_position] = self._rows(input_batch, batch_row, first_position, end_position)
 
     def _rows(self, batch: Any, index: int, first: int, end: int) -> Any:
-        blocks = batch.block_table[0].block_table.np[index]
+        block_numbers = batch.block_table[0].block_table.np[index]
         positions = np.arange(first, end)
-        return self._table[blocks[positions // self._block] * self._block + positions % self._block]
+        return self._table[block_numbers[positions // self._block] * self._block + positions % self._block]
 
 
 def _take(output: Any) -> Any:
@@ -133,8 +133,8 @@ def _take(output: Any) -> Any:
     taken = _running.get(output.request_id)
     if taken is None or not output.new_token_ids:
         return None
-    ends = range(taken.prompt + taken.sampled, taken.prompt + taken.sampled + len(output.new_token_ids))
+    end_positions = range(taken.prompt + taken.sampled, taken.prompt + taken.sampled + len(output.new_token_ids))
     taken.sampled += len(output.new_token_ids)
-    rows = [taken.rows.pop(end, None) for end in ends]
+    expert_rows = [taken.rows.pop(end, None) for end in end_positions]
     # A row that is missing shortens the array, and the client refuses it; an exception here would end the engine.
-    return None if any(row is None for row in rows) else np.concatenate(rows)
+    return None if any(row is None for row in expert_rows) else np.concatenate(expert_rows)

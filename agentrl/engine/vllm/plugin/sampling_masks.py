@@ -21,16 +21,16 @@ def allow() -> None:
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
-    verify = VllmConfig._verify_sampling_replay_config
-    if not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
+    original_verify = VllmConfig._verify_sampling_replay_config
+    if not current_platform.is_cpu() or hasattr(original_verify, "__wrapped__"):
         return
 
-    @functools.wraps(verify)
+    @functools.wraps(original_verify)
     def verified(self):
-        model = self.model_config
-        if model is None or not model.return_sampling_mask:
+        model_config = self.model_config
+        if model_config is None or not model_config.return_sampling_mask:
             return
-        if model.logprobs_mode != "processed_logprobs":
+        if model_config.logprobs_mode != "processed_logprobs":
             raise ValueError("--return-sampling-mask needs --logprobs-mode processed_logprobs")
 
     VllmConfig._verify_sampling_replay_config = verified
@@ -41,22 +41,22 @@ def install() -> None:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    draw, sample = Sampler.sample, CPUModelRunner.sample_tokens
-    if hasattr(draw, "__wrapped__"):
+    original_draw, original_sample = Sampler.sample, CPUModelRunner.sample_tokens
+    if hasattr(original_draw, "__wrapped__"):
         return
 
-    @functools.wraps(draw)
+    @functools.wraps(original_draw)
     def seen(self, *args, **kwargs):
-        sampled, processed = draw(self, *args, **kwargs)
+        sampled, processed = original_draw(self, *args, **kwargs)
         # On the sampler, since it and the model runner share nothing else, and their signatures are vLLM's. The
         # runner clears it before each step, so that an old one can never be read as new.
         self.agentrl_processed = processed
         return sampled, processed
 
-    @functools.wraps(sample)
+    @functools.wraps(original_sample)
     def sample_with_masks(self, *args, **kwargs):
         self.sampler.agentrl_processed = None
-        output = sample(self, *args, **kwargs)
+        output = original_sample(self, *args, **kwargs)
         processed = self.sampler.agentrl_processed
         if self.model_config.return_sampling_mask and processed is not None:
             output.sampling_masks = _sets(processed)
@@ -70,7 +70,7 @@ def _sets(logprobs: Any) -> Any:
     """The sets of a step's tokens, from log-probs [tokens, vocabulary]."""
     from vllm.v1.outputs import SamplingMaskLists
 
-    rows, ids = np.nonzero(np.isfinite(logprobs.numpy()))
+    row_numbers, token_ids = np.nonzero(np.isfinite(logprobs.numpy()))
     # `nonzero` lists by row, so the rows are sorted already.
-    offsets = np.searchsorted(rows, np.arange(len(logprobs) + 1))
-    return SamplingMaskLists(ids.astype(np.int32), offsets)
+    offsets = np.searchsorted(row_numbers, np.arange(len(logprobs) + 1))
+    return SamplingMaskLists(token_ids.astype(np.int32), offsets)

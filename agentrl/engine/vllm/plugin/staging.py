@@ -35,14 +35,14 @@ def size(model: Any) -> int:
     """Bytes of the model's weights, as they are before layers pack them; tied ones count once."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    counted: set[int] = set()
-    total = 0
+    counted_ids: set[int] = set()
+    total_bytes = 0
     for layer in model.modules():
-        for name, meta in get_layerwise_info(layer).restore_metadata[0].items():
-            tensor_id = id(layer._parameters.get(name, meta))
-            total += 0 if tensor_id in counted else meta.numel() * meta.element_size()
-            counted.add(tensor_id)
-    return total
+        for parameter_name, meta_tensor in get_layerwise_info(layer).restore_metadata[0].items():
+            tensor_id = id(layer._parameters.get(parameter_name, meta_tensor))
+            total_bytes += 0 if tensor_id in counted_ids else meta_tensor.numel() * meta_tensor.element_size()
+            counted_ids.add(tensor_id)
+    return total_bytes
 
 
 def room(device: Any) -> int:
@@ -51,14 +51,14 @@ def room(device: Any) -> int:
         return torch.cuda.mem_get_info(device)[0]
     import psutil
 
-    free = psutil.virtual_memory().available
+    free_bytes = psutil.virtual_memory().available
     try:
         # A container sees the whole machine's memory in /proc: its own limit is what kills it.
-        most, now = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, most - now)
+        limit_bytes, used_bytes = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free_bytes = min(free_bytes, limit_bytes - used_bytes)
     except (OSError, ValueError):  # no limit, or none that can be read
         pass
-    return free
+    return free_bytes
 
 
 def obstacle(model: Any, device: Any) -> str | None:
@@ -66,9 +66,9 @@ def obstacle(model: Any, device: Any) -> str | None:
     if device.type != "cpu" and any(hasattr(layer, "w13_weight") for layer in model.modules()):
         return "the model is a mixture, whose packed experts were not swapped on a GPU in any test"
     # Refused in advance: to run out of memory in the midst of it would kill the engine, and generation with it.
-    need, free = int(size(model) * _SPARE), room(device)
-    if need > free:
-        return f"a second copy of the weights takes {need >> 20} MiB, and {free >> 20} MiB are free"
+    needed_bytes, free_bytes = int(size(model) * _SPARE), room(device)
+    if needed_bytes > free_bytes:
+        return f"a second copy of the weights takes {needed_bytes >> 20} MiB, and {free_bytes >> 20} MiB are free"
     return None
 
 
@@ -97,20 +97,20 @@ class Second:
         twin.__dict__.update(live.__dict__)
         for attribute in _OWN:
             twin.__dict__[attribute] = copy.copy(live.__dict__[attribute])
-        method = live.__dict__.get("quant_method")
-        if method is not None:  # a layer and the adapters around it may share it
-            twin.__dict__["quant_method"] = self._methods.setdefault(id(method), copy.copy(method))
+        quant_method = live.__dict__.get("quant_method")
+        if quant_method is not None:  # a layer and the adapters around it may share it
+            twin.__dict__["quant_method"] = self._methods.setdefault(id(quant_method), copy.copy(quant_method))
         # What the twin had before loading: `swap` moves what has changed since, whichever attributes these are. A
         # list of their names would have to be kept for every kind of layer of every version of vLLM.
-        before = dict(twin.__dict__), dict(getattr(method, "__dict__", {}))
-        self._pairs[id(live)] = (live, twin, *before)
-        for name, parameter in live._parameters.items():
-            twin._parameters[name] = self._tensor(parameter, live, twin)
-        for name, buffer in live._buffers.items():
-            if name not in live._non_persistent_buffers_set:  # those are computed, not loaded
-                twin._buffers[name] = self._tensor(buffer, live, twin)
-        for name, child in live._modules.items():
-            twin._modules[name] = None if child is None else self._twin(child)
+        attributes_before = dict(twin.__dict__), dict(getattr(quant_method, "__dict__", {}))
+        self._pairs[id(live)] = (live, twin, *attributes_before)
+        for attribute_name, parameter in live._parameters.items():
+            twin._parameters[attribute_name] = self._tensor(parameter, live, twin)
+        for attribute_name, buffer in live._buffers.items():
+            if attribute_name not in live._non_persistent_buffers_set:  # those are computed, not loaded
+                twin._buffers[attribute_name] = self._tensor(buffer, live, twin)
+        for attribute_name, child_layer in live._modules.items():
+            twin._modules[attribute_name] = None if child_layer is None else self._twin(child_layer)
         return twin
 
     def _tensor(self, live: Any, layer: Any, twin: Any) -> Any:
@@ -118,12 +118,12 @@ class Second:
         if live is None:
             return None
         if id(live) not in self._tensors:
-            other = live.data.clone()
+            twin_tensor = live.data.clone()
             # vLLM's parameters are classes of their own, with loaders as attributes: a plain copy would be a tensor
             # that nobody can load.
-            other.__class__ = live.__class__
-            other.__dict__ = _rebound(live.__dict__, layer, twin)
-            self._tensors[id(live)] = (live, other)
+            twin_tensor.__class__ = live.__class__
+            twin_tensor.__dict__ = _rebound(live.__dict__, layer, twin)
+            self._tensors[id(live)] = (live, twin_tensor)
         return self._tensors[id(live)][1]
 
     def ready_for_load(self) -> None:
@@ -132,15 +132,15 @@ class Second:
         from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
         from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-        for live, twin, *_ in self._pairs.values():
-            recorded = layerwise.get_layerwise_info(live)
-            kinds = []
-            for tensors in recorded.restore_metadata:
-                kinds.append({name: to_meta_tensor(tensor) for name, tensor in tensors.items()})
-                for tensor in kinds[-1].values():
-                    tensor.__dict__ = _rebound(tensor.__dict__, live, twin)
-            layerwise.LAYERWISE_INFO[twin] = LayerReloadingInfo(
-                restore_metadata=(kinds[0], kinds[1]), restore_device=recorded.restore_device
+        for live_layer, twin_layer, *_ in self._pairs.values():
+            reloading_info = layerwise.get_layerwise_info(live_layer)
+            meta_tensors = []
+            for recorded_tensors in reloading_info.restore_metadata:
+                meta_tensors.append({name: to_meta_tensor(tensor) for name, tensor in recorded_tensors.items()})
+                for tensor in meta_tensors[-1].values():
+                    tensor.__dict__ = _rebound(tensor.__dict__, live_layer, twin_layer)
+            layerwise.LAYERWISE_INFO[twin_layer] = LayerReloadingInfo(
+                restore_metadata=(meta_tensors[0], meta_tensors[1]), restore_device=reloading_info.restore_device
             )
 
     def loaded(self) -> None:
@@ -148,10 +148,10 @@ class Second:
         a copy of the weights in memory for each update."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        for _, twin, *_ in self._pairs.values():
-            layerwise.LAYERWISE_INFO.pop(twin, None)
-        for _, other in self._tensors.values():
-            other.__dict__.clear()
+        for _, twin_layer, *_ in self._pairs.values():
+            layerwise.LAYERWISE_INFO.pop(twin_layer, None)
+        for _, twin_tensor in self._tensors.values():
+            twin_tensor.__dict__.clear()
 
     def swap(self, *, by_pointer: bool) -> list[Any]:
         """Have the live layers compute with what the twins hold. Returns what they held, for whoever frees it later:
@@ -159,9 +159,9 @@ class Second:
         replaced: list[Any] = [self]
         for live, other in self._tensors.values():
             if by_pointer and live.shape == other.shape:
-                old = live.data
+                old_values = live.data
                 live.data = other.data
-                replaced.append(old)
+                replaced.append(old_values)
             else:
                 # A captured graph has the address, so the values have to move: one pass over the memory of the
                 # weights.
@@ -181,12 +181,12 @@ def _take(
     for name, value in twin.items():
         if name in _OWN or name == "quant_method" or value is before.get(name, before):
             continue
-        old: Any = live.get(name)
-        tensors = isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor)
-        if tensors and not by_pointer and (old.shape, old.dtype) == (value.shape, value.dtype):
-            old.copy_(value)  # a captured graph remembers its address
+        old_value: Any = live.get(name)
+        are_tensors = isinstance(old_value, torch.Tensor) and isinstance(value, torch.Tensor)
+        if are_tensors and not by_pointer and (old_value.shape, old_value.dtype) == (value.shape, value.dtype):
+            old_value.copy_(value)  # a captured graph remembers its address
             continue
-        held.append(old)
+        held.append(old_value)
         live[name] = value
 
 
@@ -220,22 +220,24 @@ def build(
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with _stream_of(device):
-        second = Second(model)
-        second.ready_for_load()
-        cpu_fixes.ready_for_update(second.model)  # its experts are packed anew, and their kernel is made anew
-        initialize_layerwise_reload(second.model)
+        second_copy = Second(model)
+        second_copy.ready_for_load()
+        cpu_fixes.ready_for_update(second_copy.model)  # its experts are packed anew, and their kernel is made anew
+        initialize_layerwise_reload(second_copy.model)
         try:
-            with _marks(second.model, model_config.dtype) as marks:
-                load(second.model)
-                finalize_layerwise_reload(second.model, model_config)
-            settle(second.model)
+            with _marks(second_copy.model, model_config.dtype) as layer_marks:
+                load(second_copy.model)
+                finalize_layerwise_reload(second_copy.model, model_config)
+            settle(second_copy.model)
         finally:
-            second.loaded()
-    lacking = sorted(f"{name} (not in the file)" for name in marks.keys() - expected.keys())
-    wrong = fingerprints.differences(expected, marks) + (lacking if marks.keys() & expected.keys() else [])
-    if wrong:
-        raise WeightSyncError(f"the staged weights are not those of the file: {', '.join(wrong[:_SHOWN])}")
-    return second
+            second_copy.loaded()
+    missing_tensors = sorted(f"{name} (not in the file)" for name in layer_marks.keys() - expected.keys())
+    differences = fingerprints.differences(expected, layer_marks) + (
+        missing_tensors if layer_marks.keys() & expected.keys() else []
+    )
+    if differences:
+        raise WeightSyncError(f"the staged weights are not those of the file: {', '.join(differences[:_SHOWN])}")
+    return second_copy
 
 
 @contextmanager
@@ -245,23 +247,23 @@ def _marks(model: Any, dtype: Any) -> Iterator[dict[str, str]]:
     from vllm.distributed import get_tensor_model_parallel_world_size
 
     fingerprints: dict[str, str] = {}
-    packed = getattr(model, "packed_modules_mapping", {})
-    marked: list[Any] = []
-    for name, layer in model.named_modules():
-        method: Any = vars(layer).get("quant_method")
+    packed_modules = getattr(model, "packed_modules_mapping", {})
+    marked_methods: list[Any] = []
+    for layer_name, layer in model.named_modules():
+        quant_method: Any = vars(layer).get("quant_method")
         if hasattr(layer, "base_layer") or get_tensor_model_parallel_world_size() > 1:
             continue
-        if type(method).__name__ == "UnquantizedLinearMethod":
-            names = layer_diagnosis.names_of(name.replace(".base_layer", ""), packed)
-            method.process_weights_after_loading = _marking(
-                method.process_weights_after_loading, names, dtype, fingerprints
+        if type(quant_method).__name__ == "UnquantizedLinearMethod":
+            source_names = layer_diagnosis.names_of(layer_name.replace(".base_layer", ""), packed_modules)
+            quant_method.process_weights_after_loading = _marking(
+                quant_method.process_weights_after_loading, source_names, dtype, fingerprints
             )
-            marked.append(method)
+            marked_methods.append(quant_method)
     try:
         yield fingerprints
     finally:
-        for method in marked:
-            del method.process_weights_after_loading
+        for quant_method in marked_methods:
+            del quant_method.process_weights_after_loading
 
 
 def _marking(
@@ -269,11 +271,11 @@ def _marking(
 ) -> Callable[[Any], None]:
     def marked(layer: Any) -> None:
         weight = layer.weight
-        sizes = layer.output_sizes if len(names) > 1 else [len(weight)]
-        if weight.dim() == 2 and weight.dtype == dtype and sum(sizes) == len(weight):
+        part_sizes = layer.output_sizes if len(names) > 1 else [len(weight)]
+        if weight.dim() == 2 and weight.dtype == dtype and sum(part_sizes) == len(weight):
             columns = weight[:, fingerprints.columns(weight.shape[1])]
-            for name, part in zip(names, columns.split(sizes), strict=True):
-                marks[name] = fingerprints.of(part.float().cpu().numpy())
+            for name, part_columns in zip(names, columns.split(part_sizes), strict=True):
+                marks[name] = fingerprints.of(part_columns.float().cpu().numpy())
         process(layer)
 
     return marked
@@ -288,8 +290,8 @@ def by_pointer(vllm_config: Any, model: Any) -> bool:
         return False
     tensors = {id(tensor): tensor for tensor in _tensors(model)}
     # Two tensors at one address are views of one storage: a pointer that moves in one of them would tear them apart.
-    places = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
-    return len(places) == len(set(places))
+    addresses = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
+    return len(addresses) == len(set(addresses))
 
 
 def _tensors(model: Any) -> Iterator[Any]:
@@ -305,8 +307,8 @@ def _stream_of(device: Any) -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
+    copy_stream = torch.cuda.Stream(device)
+    copy_stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(copy_stream):
         yield
-    stream.synchronize()
+    copy_stream.synchronize()

@@ -42,7 +42,7 @@ def publish(core: Any, workers: Any, update_info: str, version: str, clear_cache
     was_paused = core.is_scheduler_paused()
 
     def swap() -> list[dict[str, Any]]:
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         swapped = [answer["swapped"] for answer in workers("agentrl_swap", args=(update_info,))]
         # Some layers new and some old is the one state from which nothing may be sampled. The exception leaves the
         # scheduler paused, and the next push loads all of them.
@@ -53,21 +53,21 @@ def publish(core: Any, workers: Any, update_info: str, version: str, clear_cache
             core.set_weight_version(version)
         if all(swapped) or not was_paused:
             core.resume_scheduler()
-        return [{"swapped": all(swapped), "paused_s": time.perf_counter() - started}]
+        return [{"swapped": all(swapped), "paused_s": time.perf_counter() - started_at}]
 
-    paused = core.pause_scheduler(mode="keep", clear_cache=clear_cache)
-    if paused is None:
+    pause_future = core.pause_scheduler(mode="keep", clear_cache=clear_cache)
+    if pause_future is None:
         return swap()
     # Passes are in flight: the core must go on to finish them, so this call returns a future, and the swap runs in
     # the callback once it is idle.
-    answer: Future[list[dict[str, Any]]] = Future()
+    answer_future: Future[list[dict[str, Any]]] = Future()
 
     def idle(future: Future[Any]) -> None:
         try:
             future.result()
-            answer.set_result(swap())
+            answer_future.set_result(swap())
         except Exception as error:
-            answer.set_exception(error)
+            answer_future.set_exception(error)
 
-    paused.add_done_callback(idle)
-    return answer
+    pause_future.add_done_callback(idle)
+    return answer_future

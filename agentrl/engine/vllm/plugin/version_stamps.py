@@ -25,13 +25,13 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    for wrap in (_stamp_every_chunk, _salt_prefix_cache):
+    for wrapper in (_stamp_every_chunk, _salt_prefix_cache):
         try:
-            wrap()
+            wrapper()
         # A vLLM that lacks these names is not broken for others: it serves, and `missing` makes the run's probe
         # refuse it with one line.
         except (ImportError, AttributeError) as error:
-            missing.append(wrap.__name__.strip("_"))
+            missing.append(wrapper.__name__.strip("_"))
             logger.warning("agentrl: this vLLM does not allow %s: %s", missing[-1], error)
 
 
@@ -59,7 +59,7 @@ def _salt_prefix_cache() -> None:
     came between, and again at an update if nothing of it is computed: new, or sent back for its KV to be recomputed."""
     from vllm.v1.engine.core import EngineCore
 
-    preprocess, add, set_version = (
+    preprocess, add_request, set_version = (
         EngineCore.preprocess_add_request,
         EngineCore.add_request,
         EngineCore.set_weight_version,
@@ -70,10 +70,10 @@ def _salt_prefix_cache() -> None:
         request.cache_salt = _salt(self, request.cache_salt)
         return preprocess(self, request)
 
-    @functools.wraps(add)
+    @functools.wraps(add_request)
     def salted_add(self, request, *args, **kwargs):
         _resalt(self, request)
-        return add(self, request, *args, **kwargs)
+        return add_request(self, request, *args, **kwargs)
 
     @functools.wraps(set_version)
     def salted_set_version(self, weight_version):
@@ -94,9 +94,9 @@ def _salt(core, own: str | None) -> str:
 
 def _resalt(core, request) -> None:
     _, _, own_salt = (request.cache_salt or "/").partition("/")
-    salt = _salt(core, own_salt)
-    if request.cache_salt != salt:
-        request.cache_salt = salt
+    current_salt = _salt(core, own_salt)
+    if request.cache_salt != current_salt:
+        request.cache_salt = current_salt
         # The hashes were made with the older salt, in the input thread, before the update reached the scheduler.
         request.block_hashes.clear()
         request.update_block_hashes()

@@ -38,9 +38,9 @@ class WorkerExtension:
     def agentrl_facts(self) -> dict[str, Any]:
         """Report the parts of the plugin that are in place in this worker, and so in vLLM's other processes: they share
         its environment, in which vLLM looks for the entry point."""
-        loaded = importlib.metadata.entry_points(group="vllm.general_plugins", name="agentrl")
-        allowed = os.environ.get("VLLM_PLUGINS")  # vLLM loads all, or those that are named here
-        has_entry_point = bool(loaded) and (allowed is None or "agentrl" in allowed.split(","))
+        entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="agentrl")
+        allowed_plugins = os.environ.get("VLLM_PLUGINS")  # vLLM loads all, or those that are named here
+        has_entry_point = bool(entry_points) and (allowed_plugins is None or "agentrl" in allowed_plugins.split(","))
         return {
             "mending": cpu_fixes.enabled,
             "missing": [*version_stamps.missing, *([] if has_entry_point else ["the entry point"])],
@@ -55,8 +55,8 @@ class WorkerExtension:
 
     def agentrl_stage(self, update_info: str, second: bool = False, keep_s: float = 600.0) -> dict[str, Any]:
         """Begin to make an update ready while generation goes on. `update_info` is JSON; see `transfer.Stage`."""
-        update = Update(**json.loads(update_info))
-        self.weight_transfer_engine.stage.begin(update, second=second, keep_s=keep_s)
+        staged_update = Update(**json.loads(update_info))
+        self.weight_transfer_engine.stage.begin(staged_update, second=second, keep_s=keep_s)
         return self.weight_transfer_engine.stage.state()
 
     def agentrl_staged(self) -> dict[str, Any]:
@@ -66,13 +66,13 @@ class WorkerExtension:
     def agentrl_swap(self, update_info: str) -> dict[str, Any]:
         """Compute with the second copy of an update's weights from the next pass on; between two passes only. Not
         `swapped` if it has none: then nothing was touched."""
-        info = json.loads(update_info)
-        if not self.weight_transfer_engine.stage.has_second(Update(**info)):
+        update_fields = json.loads(update_info)
+        if not self.weight_transfer_engine.stage.has_second(Update(**update_fields)):
             return {"swapped": False}
         if self._weight_update_active:  # of a trainer that died half-way
             self.finish_weight_update()
         self.start_weight_update()
-        self.update_weights(info)
+        self.update_weights(update_fields)
         self.finish_weight_update()
         return {"swapped": True}
 
@@ -88,14 +88,14 @@ class WorkerExtension:
         """Fingerprints of the weights that layers compute with, by names of the checkpoint format; and their dtype."""
         from agentrl.engine.vllm.plugin.layer_diagnosis import fingerprints
 
-        dtype = self.model_runner.model_config.dtype
-        by_source = fingerprints(self.model_runner.model, dtype)
-        return {"dtype": str(dtype).removeprefix("torch."), "fingerprints": by_source}
+        model_dtype = self.model_runner.model_config.dtype
+        by_source = fingerprints(self.model_runner.model, model_dtype)
+        return {"dtype": str(model_dtype).removeprefix("torch."), "fingerprints": by_source}
 
     def agentrl_untaken(self, update_info: str) -> dict[str, Any]:
         """Which weights of a file the layers do not compute with; see `diagnosis.untaken`."""
         from agentrl.engine.vllm.plugin.layer_diagnosis import untaken
 
-        engine = self.weight_transfer_engine
-        data = Update(**json.loads(update_info)).bytes_again(engine.base)
-        return untaken(engine.model, dict(tensors(data)))
+        transfer_engine = self.weight_transfer_engine
+        weight_bytes = Update(**json.loads(update_info)).bytes_again(transfer_engine.base)
+        return untaken(transfer_engine.model, dict(tensors(weight_bytes)))
