@@ -72,19 +72,19 @@ class Style:
     argument_text: bool = False
 
     def of(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        shaped, calls = dict(message), cast("list[dict[str, Any]] | None", message.get("tool_calls"))
-        if calls and self.null and not shaped["content"]:
-            shaped["content"] = None
-        elif shown := shaped.pop("images", None):
-            ends = [0, *(image["at"] for image in shown), len(shaped["content"])]
-            texts = [shaped["content"][start:end] for start, end in itertools.pairwise(ends)]
-            parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
-            shaped["content"] = [part for part in parts if part.get("text") != ""]
+        shaped_message, tool_calls = dict(message), cast("list[dict[str, Any]] | None", message.get("tool_calls"))
+        if tool_calls and self.null and not shaped_message["content"]:
+            shaped_message["content"] = None
+        elif shown_images := shaped_message.pop("images", None):
+            borders = [0, *(image["at"] for image in shown_images), len(shaped_message["content"])]
+            text_pieces = [shaped_message["content"][start:end] for start, end in itertools.pairwise(borders)]
+            parts = [part for text in text_pieces for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
+            shaped_message["content"] = [part for part in parts if part.get("text") != ""]
         elif self.parts:
-            shaped["content"] = [{"type": "text", "text": shaped["content"]}]
-        if calls and self.argument_text:
-            shaped["tool_calls"] = [{**call, "function": _with_text(call["function"])} for call in calls]
-        return shaped
+            shaped_message["content"] = [{"type": "text", "text": shaped_message["content"]}]
+        if tool_calls and self.argument_text:
+            shaped_message["tool_calls"] = [{**call, "function": _with_text(call["function"])} for call in tool_calls]
+        return shaped_message
 
 
 def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,15 +132,15 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Json]] = (), *, asks: bool = True) -> str:
         """The text of a conversation in our records' shape. Raises ModelError for one that the template refuses."""
-        shown = [_with_choices(as_function(tool), self.hidden_choices) for tool in tools]
-        shaped = [self.style.of(self._with_thoughts(message)) for message in messages]
-        return self._write(shaped, shown, asks)
+        shown_tools = [_with_choices(as_function(tool), self.hidden_choices) for tool in tools]
+        shaped_messages = [self.style.of(self._with_thoughts(message)) for message in messages]
+        return self._write(shaped_messages, shown_tools, asks)
 
     def _write(self, messages: Messages, tools: Sequence[Mapping[str, Json]], asks: bool) -> str:
-        schemas = [as_function(tool) for tool in tools] or None
+        tool_schemas = [as_function(tool) for tool in tools] or None
         try:
             return self._template.render(
-                messages=messages, tools=schemas, add_generation_prompt=asks, **self._variables
+                messages=messages, tools=tool_schemas, add_generation_prompt=asks, **self._variables
             )
         # A template refuses with `raise_exception`, or by running into whatever its author did not think of: both are
         # the template's refusal, and neither may end a worker.
@@ -164,34 +164,35 @@ class ChatTemplate:
     def _with_call(self, style: Style | None = None) -> str:
         """Write a conversation with a call: some templates write it only in front of an answer, others write no answer
         to it."""
-        answered = self._tried([*probe_call(), _tool("x")], [PROBE], style)
-        return answered if MARK in answered else self._tried(probe_call(), [PROBE], style)
+        answered_call = self._tried([*probe_call(), _tool("x")], [PROBE], style)
+        return answered_call if MARK in answered_call else self._tried(probe_call(), [PROBE], style)
 
     @cached_property
     def style(self) -> Style:
-        parts = MARK not in self._tried([_user(MARK)], style=Style()) and MARK in self._tried(
+        needs_parts = MARK not in self._tried([_user(MARK)], style=Style()) and MARK in self._tried(
             [_user(MARK)], style=Style(parts=True)
         )
-        fitting: list[tuple[bool, bool, int, Style]] = []
-        for text, null in itertools.product((False, True), (False, True)):
-            style = Style(parts=parts, null=null, argument_text=text)
-            answered = MARK in self._tried([*probe_call(), _tool("x")], [PROBE], style)
-            written = self._with_call(style)
-            before, probe, behind = written.rpartition(PROBE_NAME)
+        fitting_styles: list[tuple[bool, bool, int, Style]] = []
+        for argument_text, null in itertools.product((False, True), (False, True)):
+            style = Style(parts=needs_parts, null=null, argument_text=argument_text)
+            writes_answer = MARK in self._tried([*probe_call(), _tool("x")], [PROBE], style)
+            written_call = self._with_call(style)
+            text_before, probe, behind = written_call.rpartition(PROBE_NAME)
             # Python's own writing of an object, JSON within a JSON text, and a null written out are no model's format.
-            odd = "{'key'" in behind or '\\"key' in behind or (null and "None" in before[-60:])
-            if probe and MARK in behind and not odd:  # an object is what most want; a shorter text has no empty parts
-                fitting.append((not answered, text, len(written), style))
+            is_odd = "{'key'" in behind or '\\"key' in behind or (null and "None" in text_before[-60:])
+            # An object is what most want; a shorter text has no empty parts.
+            if probe and MARK in behind and not is_odd:
+                fitting_styles.append((not writes_answer, argument_text, len(written_call), style))
         # The order is the preference: a style in which answers are written too, then arguments as objects, then the
         # shorter text. `test_a_start_is_what_transformers_renders` compares what comes of it with transformers.
-        return min(fitting, key=lambda one: one[:3])[3] if fitting else Style(parts=parts)
+        return min(fitting_styles, key=lambda one: one[:3])[3] if fitting_styles else Style(parts=needs_parts)
 
     @cached_property
     def writes_tools(self) -> bool:
-        written = [self._tried(messages, [PROBE]) for messages in ([_user("a")], _SYSTEM)]
+        written_texts = [self._tried(messages, [PROBE]) for messages in ([_user("a")], _SYSTEM)]
         # With and without a system message: some templates write the schemas into the system message, and only where
         # there is one.
-        return bool(written[0]) and all(not text or PROBE_NAME in text for text in written)
+        return bool(written_texts[0]) and all(not text or PROBE_NAME in text for text in written_texts)
 
     @cached_property
     def hidden_choices(self) -> frozenset[str]:
@@ -200,11 +201,11 @@ class ChatTemplate:
         if not self.writes_tools:
             return frozenset()
         probes = {place: {**_PROBE_OF, "properties": {"key": schema}} for place, schema in _CHOICES.items()}
-        written = {
+        written_texts = {
             place: self._tried([_user("a")], [{"name": PROBE_NAME, "description": "Probe.", "parameters": parameters}])
             for place, parameters in probes.items()
         }
-        return frozenset(place for place, text in written.items() if MARK not in text)
+        return frozenset(place for place, text in written_texts.items() if MARK not in text)
 
     @cached_property
     def writes_calls(self) -> bool:
@@ -221,8 +222,8 @@ class ChatTemplate:
     def writes_several(self) -> bool:
         """Whether it writes several calls of one message."""
         question, answer = probe_call("x")
-        calls = [*answer["tool_calls"], {**probe_call()[1]["tool_calls"][0], "id": "call00001"}]
-        return not self.writes_calls or MARK in self._tried([question, {**answer, "tool_calls": calls}], [PROBE])
+        two_calls = [*answer["tool_calls"], {**probe_call()[1]["tool_calls"][0], "id": "call00001"}]
+        return not self.writes_calls or MARK in self._tried([question, {**answer, "tool_calls": two_calls}], [PROBE])
 
     @cached_property
     def written_call(self) -> str:
@@ -230,8 +231,8 @@ class ChatTemplate:
         empty if it writes no calls."""
         written = self._tried(probe_call(), [PROBE], asks=False) if self.writes_calls else ""
         written = written if MARK in written else self._with_call() if self.writes_calls else ""
-        before = (self._tried([_user("a")], [PROBE], asks=asks) for asks in (True, False))
-        return written[len(next((text for text in before if text and written.startswith(text)), "")) :]
+        texts_before = (self._tried([_user("a")], [PROBE], asks=asks) for asks in (True, False))
+        return written[len(next((text for text in texts_before if text and written.startswith(text)), "")) :]
 
 
 _SYSTEM: Final = ({"role": "system", "content": "s"}, {"role": "user", "content": "a"})
@@ -266,38 +267,38 @@ def _choices(schema: Any, hidden: Collection[str], place: str = "itself") -> lis
     """The values of a schema's enums that stand where the template writes none."""
     if not isinstance(schema, Mapping):
         return []
-    fields = cast("Mapping[str, Any]", schema)
-    values = fields.get("enum", [fields["const"]] if "const" in fields else [])
-    choices: list[Any] = list(cast("list[Any]", values)) if place in hidden and isinstance(values, list) else []
+    schema_fields = cast("Mapping[str, Any]", schema)
+    listed = schema_fields.get("enum", [schema_fields["const"]] if "const" in schema_fields else [])
+    choices: list[Any] = list(cast("list[Any]", listed)) if place in hidden and isinstance(listed, list) else []
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for branch in cast("list[Any]", fields.get(keyword) or []):
+        for branch in cast("list[Any]", schema_fields.get(keyword) or []):
             choices += _choices(branch, hidden, "branches")
-    return choices + _choices(fields.get("items"), hidden, "items")
+    return choices + _choices(schema_fields.get("items"), hidden, "items")
 
 
 def _described(schema: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
-    texts = list(dict.fromkeys(dump(choice) for choice in choices))
-    more = f" and {len(texts) - _MOST_CHOICES} more" if len(texts) > _MOST_CHOICES else ""
-    hint = f"One of: {', '.join(texts[:_MOST_CHOICES])}{more}"
-    return {**schema, "description": f"{schema['description']} {hint}" if schema.get("description") else hint}
+    choice_texts = list(dict.fromkeys(dump(choice) for choice in choices))
+    remainder = f" and {len(choice_texts) - _MOST_CHOICES} more" if len(choice_texts) > _MOST_CHOICES else ""
+    sentence = f"One of: {', '.join(choice_texts[:_MOST_CHOICES])}{remainder}"
+    return {**schema, "description": f"{schema['description']} {sentence}" if schema.get("description") else sentence}
 
 
 def one_by_one(messages: Sequence[Message]) -> list[Message]:
     """A conversation in which each message makes one call at most, which its answer follows."""
-    divided, answers = list[Message](), list[Message]()
-    for place, message in enumerate(messages):
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            divided += [] if message in answers else [message]
+    divided_messages, answers = list[Message](), list[Message]()
+    for position, message in enumerate(messages):
+        tool_calls = message.get("tool_calls", ())
+        if len(tool_calls) < 2:
+            divided_messages += [] if message in answers else [message]
             answers = answers if message in answers else []
             continue
-        follow = itertools.takewhile(lambda message: message["role"] == "tool", messages[place + 1 :])
-        answers = list(itertools.islice(follow, len(calls)))
-        for call, answer in itertools.zip_longest(calls, answers):
-            divided.append(cast("Message", {**message, "tool_calls": [call]}))
+        tool_answers = itertools.takewhile(lambda message: message["role"] == "tool", messages[position + 1 :])
+        answers = list(itertools.islice(tool_answers, len(tool_calls)))
+        for call, answer in itertools.zip_longest(tool_calls, answers):
+            divided_messages.append(cast("Message", {**message, "tool_calls": [call]}))
             message = cast("Message", {**message, "content": ""})
-            divided += [] if answer is None else [answer]
-    return divided
+            divided_messages += [] if answer is None else [answer]
+    return divided_messages
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -311,8 +312,8 @@ def _tool(text: str) -> dict[str, Any]:
 def probe_call(value: str = MARK) -> list[dict[str, Any]]:
     """A user's message and a call with one argument."""
     function = {"name": PROBE_NAME, "arguments": {"key": value}}
-    call = {"id": "call00000", "type": "function", "function": function}
-    return [_user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tool_call = {"id": "call00000", "type": "function", "function": function}
+    return [_user("a"), {"role": "assistant", "content": "", "tool_calls": [tool_call]}]
 
 
 def compile_template(source: str, where: str, arguments: Collection[str] = ()) -> Template:
@@ -330,12 +331,12 @@ def compile_template(source: str, where: str, arguments: Collection[str] = ()) -
     try:
         # A misspelt argument (`enable_thinkng = false`) is an unused variable to jinja, and the run would think for a
         # day. Hence the refusal below (law 8).
-        reads = meta.find_undeclared_variables(environment.parse(source)) - _OURS - environment.globals.keys()
+        read_names = meta.find_undeclared_variables(environment.parse(source)) - _OURS - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ModelError(f"the chat template of {where!r} does not parse: {error}") from error
     for name in arguments:
-        if name not in reads:
-            hint = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
+        if name not in read_names:
+            hint = f"give {' or '.join(sorted(read_names))}" if read_names else "it reads none, leave it out"
             raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {hint}")
     template = environment.from_string(source)
     template.globals = dict(template.globals)  # jinja copies them for each text, and its own kind of mapping slowly

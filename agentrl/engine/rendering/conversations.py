@@ -46,8 +46,8 @@ class Conversations:
             for name, source in folder.templates.items()
         }
         # Before `Guards` is made, which marks further tokens as special in this tokenizer.
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        self.special = [token.content for token in added if token.special]
+        added_tokens = self.tokenizer.get_added_tokens_decoder().values()
+        self.special = [token.content for token in added_tokens if token.special]
         """The texts of the tokens that the folder marks as special."""
         self.guards = Guards(self.tokenizer, self._templates.values(), self.special)
         self.added_tokens = self.tokenizer.get_added_tokens_decoder()
@@ -66,12 +66,12 @@ class Conversations:
         """Name in one line the parts of tools that the chat template does not write, and where they go instead; None if
         it writes all of them."""
         template = self.template(tools=True)
-        ways = {
+        written_parts = {
             "tools (they go into the system message)": template.writes_tools,
             f"tool calls (they are written as text, in the format {self.text_format.name})": template.writes_calls,
             "answers to tool calls (they become user messages)": self._keeps_results,
         }
-        left_out = [part for part, written in ways.items() if not written]
+        left_out = [part for part, is_written in written_parts.items() if not is_written]
         return f"the chat template of {self.folder!r} writes no {', no '.join(left_out)}" if left_out else None
 
     @property
@@ -110,26 +110,26 @@ class Conversations:
 
     def readable(self, template: ChatTemplate, messages: Sequence[Message]) -> list[Message]:
         """The messages with calls and their answers as text if the template leaves these out."""
-        rewritten, before = list[Message](), ""
+        rewritten, previous_role = list[Message](), ""
         for message in messages:
-            calls = message.get("tool_calls")
-            if calls and not template.writes_calls:
+            tool_calls = message.get("tool_calls")
+            if tool_calls and not template.writes_calls:
                 rewritten.append(_with_calls_as_text(message, self.text_format))
             elif message["role"] == "tool" and not self._keeps_results:
                 # Consecutive answers are joined to one user message: many templates refuse two of a role in a row.
                 (answer,) = self.text_format.pictured_as_user((message,))
-                rewritten.append(_joined(rewritten.pop(), answer) if before == "tool" else answer)
+                rewritten.append(_joined(rewritten.pop(), answer) if previous_role == "tool" else answer)
             else:
                 rewritten.append(message)
-            before = message["role"]
+            previous_role = message["role"]
         return rewritten
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a rendered text; the stand-ins of guarded texts become the ordinary tokens of what they stand for."""
-        ids: list[int] = []
-        for piece, literal in self.guards.pieces(text):
-            ids += literal if literal is not None else encode_piece(self.tokenizer, piece)
-        return tuple(ids)
+        token_ids: list[int] = []
+        for text_piece, literal in self.guards.pieces(text):
+            token_ids += literal if literal is not None else encode_piece(self.tokenizer, text_piece)
+        return tuple(token_ids)
 
     def plain(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in one shape, in which no text can pass for a control token: an environment's output is not the
@@ -155,28 +155,28 @@ class Conversations:
         if self._vision is None:
             return tuple(ids)
         try:
-            shown = images.of_messages(messages)
-            counts = [self._vision.tokens(image) for image in shown]
+            shown_images = images.of_messages(messages)
+            counts = [self._vision.tokens(image) for image in shown_images]
         except ValueError as error:
             raise ModelError(f"{error}: scale or crop it") from error
         places = [place for place, token in enumerate(ids) if token == self._vision.placeholder]
         # The placeholder is one token in the text, and as many as the image has patches in the prompt: they are
         # counted before they are expanded, so that no image slides into the place of another.
-        if len(places) != len(shown) or any(after == place + 1 for place, after in pairwise(places)):
-            where = f"{len(places)} placeholders for {len(shown)} images, or none between two"
-            raise ModelError(f"the chat template of {self.folder!r} writes {where}")
-        token_ids, last = list[int](), 0
-        for place, image, count in zip(places, shown, counts, strict=True):
-            token_ids += [*ids[last:place], *[image.token] * count]
-            last = place + 1
-        return (*token_ids, *ids[last:])
+        if len(places) != len(shown_images) or any(after == place + 1 for place, after in pairwise(places)):
+            mismatch = f"{len(places)} placeholders for {len(shown_images)} images, or none between two"
+            raise ModelError(f"the chat template of {self.folder!r} writes {mismatch}")
+        token_ids, next_position = list[int](), 0
+        for place, image, count in zip(places, shown_images, counts, strict=True):
+            token_ids += [*ids[next_position:place], *[image.token] * count]
+            next_position = place + 1
+        return (*token_ids, *ids[next_position:])
 
 
 def _with_calls_as_text(message: Message, form: ToolFormat) -> Message:
-    functions = [cast("dict[str, Any]", call["function"]) for call in message.get("tool_calls", ())]
-    calls = [ToolCall(str(function.get("name")), _arguments(function)) for function in functions]
-    texts = [message["content"], form.write(*calls)]
-    return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
+    functions = [cast("dict[str, Any]", raw_call["function"]) for raw_call in message.get("tool_calls", ())]
+    tool_calls = [ToolCall(str(function.get("name")), _arguments(function)) for function in functions]
+    text_parts = [message["content"], form.write(*tool_calls)]
+    return {"role": message["role"], "content": "\n".join(text for text in text_parts if text)}
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Json]:
@@ -185,24 +185,24 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _joined(first: Message, second: Message) -> Message:
-    content, begin = f"{first['content']}\n{second['content']}", len(first["content"]) + 1
-    later = [ImagePart(at=begin + image["at"], url=image["url"]) for image in second.get("images", ())]
-    images = [*first.get("images", ()), *later]
-    return cast("Message", {**first, "content": content, **({"images": images} if images else {})})
+    content, second_start = f"{first['content']}\n{second['content']}", len(first["content"]) + 1
+    second_images = [ImagePart(at=second_start + image["at"], url=image["url"]) for image in second.get("images", ())]
+    joined_images = [*first.get("images", ()), *second_images]
+    return cast("Message", {**first, "content": content, **({"images": joined_images} if joined_images else {})})
 
 
 def _with_instructions(messages: Sequence[Message], instructions: str, role: str) -> list[Message]:
     """The messages with a text in front, in the first message if that has the `role`."""
     if messages and messages[0]["role"] == role:
-        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"})
-        return [first, *messages[1:]]
+        first_message = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"})
+        return [first_message, *messages[1:]]
     return [{"role": role, "content": instructions}, *messages]
 
 
 def unread(template: ChatTemplate, message: Message) -> list[str]:
     """Keys of a message and of its calls that neither our records nor the template know."""
-    keys = {*message} - MESSAGE_KEYS
+    unknown_keys = {*message} - MESSAGE_KEYS
     for call in message.get("tool_calls", ()):
         function = call.get("function")
-        keys |= {*call} - CALL_KEYS | ({*function} - FUNCTION_KEYS if isinstance(function, dict) else set())
-    return sorted(key for key in keys if not template.reads(key))
+        unknown_keys |= {*call} - CALL_KEYS | ({*function} - FUNCTION_KEYS if isinstance(function, dict) else set())
+    return sorted(message_key for message_key in unknown_keys if not template.reads(message_key))

@@ -25,39 +25,42 @@ class Demonstrations:
         """The turns of a conversation, as `Renderer.demonstrated` gives them."""
         if any(message.get("images") for message in messages):
             raise ModelError("demonstrations with images are not learned from: leave the images out")
-        plain, tools = self._conversations.plain(messages), self._conversations.guards.tools(tools)
+        plain_messages, tools = self._conversations.plain(messages), self._conversations.guards.tools(tools)
         turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        for number in (number for number, message in enumerate(plain) if message["role"] == "assistant"):
-            before = self._conversations.text(plain[:number], tools)
-            with_turn = self._conversations.text(plain[: number + 1], tools, asks=False)
+        for number in (number for number, message in enumerate(plain_messages) if message["role"] == "assistant"):
+            text_before = self._conversations.text(plain_messages[:number], tools)
+            with_turn = self._conversations.text(plain_messages[: number + 1], tools, asks=False)
             # What the policy would see has to be a prefix of what is learned from. A template that writes a past turn
             # in another way (thoughts dropped, say) would teach an answer to a prompt that never comes.
-            if not with_turn.startswith(before):
+            if not with_turn.startswith(text_before):
                 raise ModelError(
                     f"{self._template_name} does not write message {number} where the assistant "
-                    f"speaks{self._thinking_hint(plain[number], before)}"
+                    f"speaks{self._thinking_hint(plain_messages[number], text_before)}"
                 )
-            self._check_whole(number, plain[number], with_turn[len(before) :])
-            self._check_parts(plain[: number + 1], tools, with_turn)
-            thoughts = plain[number].get("reasoning_content", "").strip()
+            self._check_whole(number, plain_messages[number], with_turn[len(text_before) :])
+            self._check_parts(plain_messages[: number + 1], tools, with_turn)
+            thoughts = plain_messages[number].get("reasoning_content", "").strip()
             openings = tuple(opening for opening, _ in self._conversations.text_format.thoughts)
-            if thoughts and plain[number]["content"].lstrip().startswith(openings):
+            if thoughts and plain_messages[number]["content"].lstrip().startswith(openings):
                 raise ModelError(f"message {number} has thoughts in its content and beside it: give one of them")
-            if thoughts and thoughts not in with_turn[len(before) :]:
+            if thoughts and thoughts not in with_turn[len(text_before) :]:
                 notices.note("demonstrations", "the chat template leaves out the thoughts of an assistant's message")
-            turn_ids = self._conversations.encode(with_turn[len(before) :])
-            ends = [place for place, token in enumerate(turn_ids) if token in self._extensions.ends]
+            turn_ids = self._conversations.encode(with_turn[len(text_before) :])
+            end_positions = [place for place, token in enumerate(turn_ids) if token in self._extensions.ends]
             # Up to the end token and no further: templates often write a line end behind it, which the engine adds
             # and the policy never samples. Without an end token the policy would learn not to stop.
-            turn_ids = turn_ids[: ends[-1] + 1] if ends else self._extensions.ended(turn_ids, plain[number], tools)
-            turns.append((self._conversations.encode(before), turn_ids))
+            if end_positions:
+                turn_ids = turn_ids[: end_positions[-1] + 1]
+            else:
+                turn_ids = self._extensions.ended(turn_ids, plain_messages[number], tools)
+            turns.append((self._conversations.encode(text_before), turn_ids))
         return turns
 
     def name_unread(self, messages: Sequence[Message], tools: Tools = ()) -> None:
         """Name the keys of demonstrated messages that the chat template does not read."""
         template = self._conversations.template(tools=bool(tools))
-        for key in (key for message in messages for key in unread(template, message)):
-            notices.note("demonstrations", f"the key {key!r} of a message is not read by the chat template")
+        for unread_key in (unread_key for message in messages for unread_key in unread(template, message)):
+            notices.note("demonstrations", f"the key {unread_key!r} of a message is not read by the chat template")
         for role in sorted({message["role"] for message in messages} - _ROLES):
             if not template.reads(role):
                 notices.note("demonstrations", f"the role {role!r} is not known to the chat template: it is context")
@@ -65,8 +68,8 @@ class Demonstrations:
     def _thinking_hint(self, message: Message, before: str) -> str:
         """A hint for a template that opens a block of reasoning where the assistant speaks; empty if it does not
         apply."""
-        opens = before.rstrip().endswith(tuple(opening for opening, _ in self._conversations.text_format.thoughts))
-        if not opens or "reasoning_content" in message:
+        is_opened = before.rstrip().endswith(tuple(opening for opening, _ in self._conversations.text_format.thoughts))
+        if not is_opened or "reasoning_content" in message:
             return ""
         return ": give its reasoning_content, or a template argument without reasoning ({ enable_thinking = false })"
 
@@ -84,16 +87,16 @@ class Demonstrations:
         wrote (gpt-oss' writes the first alone), and name its text if that makes none (Mistral's leaves out words beside
         calls)."""
         message, number = messages[-1], len(messages) - 1
-        calls = message.get("tool_calls", [])
+        tool_calls = message.get("tool_calls", [])
 
         # By difference, and not by a search for the text: a template may escape, indent or reorder what it writes,
         # and what changes nothing in the output was left out for certain.
         def is_without(**changes: Any) -> bool:
-            changed = [*messages[:-1], cast("Message", {**message, **changes})]
-            return self._conversations.text(changed, tools, asks=False) == written
+            changed_messages = [*messages[:-1], cast("Message", {**message, **changes})]
+            return self._conversations.text(changed_messages, tools, asks=False) == written
 
-        for left_out in range(len(calls) if len(calls) > 1 else 0):
-            if is_without(tool_calls=[*calls[:left_out], *calls[left_out + 1 :]]):
+        for left_out in range(len(tool_calls) if len(tool_calls) > 1 else 0):
+            if is_without(tool_calls=[*tool_calls[:left_out], *tool_calls[left_out + 1 :]]):
                 raise ModelError(
                     f"{self._template_name} leaves out call {left_out} of message {number}: give one call a message"
                 )

@@ -59,26 +59,26 @@ class Extensions:
     def extended(self, sampled: Sequence[int], news: list[Message], tools: Tools) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones."""
         template = self._conversations.template(tools=bool(tools))
-        behind, alone, called = self._continued(template, self._conversations.readable(template, news), tools)
-        end, closed = self._end_of_turn(behind, alone)
-        last = sampled[-1] if sampled else None
+        behind, alone, makes_calls = self._continued(template, self._conversations.readable(template, news), tools)
+        turn_end, is_closed = self._end_of_turn(behind, alone)
+        last_token = sampled[-1] if sampled else None
         # The model's own end token stays, also where the template would write another one of its stop tokens: it was
         # sampled (law 1). `test_harmony_keeps_the_token_that_ended_the_turn` has a dialect with several.
-        if last == behind[end] or (closed and last in self.stop_token_ids):
-            return tuple(behind[end + 1 :])
-        if called:  # the call may be broken off anywhere: nothing of its syntax is added
-            return tuple(behind[end:])
+        if last_token == behind[turn_end] or (is_closed and last_token in self.stop_token_ids):
+            return tuple(behind[turn_end + 1 :])
+        if makes_calls:  # the call may be broken off anywhere: nothing of its syntax is added
+            return tuple(behind[turn_end:])
         # An end of several tokens may have been begun when the limit cut the turn: its first tokens are sampled ones,
         # and are not written twice (`test_an_end_of_several_tokens_that_was_begun_is_not_begun_again`).
-        return tuple(behind[_overlap(sampled, behind[:end]) :])
+        return tuple(behind[_overlap(sampled, behind[:turn_end]) :])
 
     def ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
         """A message that the template ends only where another one follows, with the token that a model ends it with."""
         following = _ANSWER if message.get("tool_calls") else _QUESTION
         template = self._conversations.template(tools=bool(tools))
         behind, alone, _ = self._continued(template, self._conversations.readable(template, [following]), tools)
-        end, _ = self._end_of_turn(behind, alone)
-        return (*turn_ids, behind[end])
+        turn_end, _ = self._end_of_turn(behind, alone)
+        return (*turn_ids, behind[turn_end])
 
     def _continued(
         self, template: ChatTemplate, news: Sequence[Message], tools: Tools
@@ -87,10 +87,10 @@ class Extensions:
         turn made calls. Raises ModelError for messages that the template refuses behind every kind of turn."""
         sentinel, refusal = unused(SENTINEL, news), ModelError("")
         prefix_end = unused(PREFIX_END, news) if ends_with_prefix(news) else ""
-        kinds = _turns_before(news, sentinel)
+        turn_kinds = _turns_before(news, sentinel)
         if not template.writes_tools:
             tools = ()
-        for turn, answers in kinds:
+        for turn, answers in turn_kinds:
             try:
                 behind = template.render([_QUESTION, turn, *marked(answers, prefix_end)], tools, asks=not prefix_end)
                 behind = behind.rpartition(prefix_end)[0] if prefix_end else behind
@@ -117,8 +117,8 @@ class Extensions:
         """Whether the answer at this place is in what was written, if need be by the difference that it makes."""
         if messages[at]["role"] != "tool" or (content := messages[at]["content"].strip()) in written:
             return True
-        without = cast("Message", {**messages[at], "content": ""})
-        return bool(content) and template.render([*messages[:at], without, *messages[at + 1 :]]) != written
+        emptied_message = cast("Message", {**messages[at], "content": ""})
+        return bool(content) and template.render([*messages[:at], emptied_message, *messages[at + 1 :]]) != written
 
     def _end_of_turn(self, behind: list[int], alone: list[int]) -> tuple[int, bool]:
         """Where the assistant's turn ends in the tokens `behind` it, which are `alone` if no message follows; and
@@ -130,16 +130,16 @@ class Extensions:
         special = self._conversations.added_tokens
         if same < len(alone) and alone[same] in self.ends and behind[same : same + 1] and behind[same] in special:
             return same, True  # a last turn ends with another token
-        mark = next((place for place in range(same, len(behind)) if behind[place] in special), same)
-        if mark > same and behind[mark] in self.ends:  # a last turn ends with none
-            return mark, True
+        mark_at = next((place for place in range(same, len(behind)) if behind[place] in special), same)
+        if mark_at > same and behind[mark_at] in self.ends:  # a last turn ends with none
+            return mark_at, True
         return min(same, len(behind) - 1), False
 
     def _opens_block(self, token: int) -> bool:
         """Gemma's `<|tool_response>`, with which a turn ends, is the head of the answer, which ends with
         `<tool_response|>`."""
-        text = self._conversations.tokenizer.id_to_token(token) or ""
-        return text.startswith("<|") and not text.endswith("|>")
+        token_text = self._conversations.tokenizer.id_to_token(token) or ""
+        return token_text.startswith("<|") and not token_text.endswith("|>")
 
     def _find_stops(self, folder: ModelFolder) -> tuple[set[int], tuple[int, ...]]:
         """The tokens that end a turn in a history; and those with which a model may end it: the end tokens of its
@@ -150,7 +150,7 @@ class Extensions:
         eos_text = folder.token_texts.get("eos_token")
         eos = conversations.tokenizer.token_to_id(eos_text) if eos_text else None
         stops = set(generation_ends or ()) if eos is None else {eos, *(generation_ends or ())}
-        ends, written = set(stops), set[int]()
+        turn_ends, written = set(stops), set[int]()
         special = conversations.added_tokens
         for following in (_QUESTION, _ANSWER) if generation_ends is None else (_QUESTION,):
             try:
@@ -159,23 +159,23 @@ class Extensions:
                 if following is _QUESTION:
                     raise
                 continue  # it knows no tools
-            same = _common(behind, alone)
-            marks = [
+            shared_length = _common(behind, alone)
+            turn_marks = [
                 token
                 for token in behind
                 if token in special and (following is _QUESTION or special[token].content in conversations.special)
             ]
-            common = [token for token in behind[:same] if token in marks]
-            if any(token in stops for token in common) or (marks and marks[0] in stops):
+            common_marks = [token for token in behind[:shared_length] if token in turn_marks]
+            if any(token in stops for token in common_marks) or (turn_marks and turn_marks[0] in stops):
                 continue
-            if common:  # a mark may close the text before the token that ends the turn
-                ends.add(common[-1])
-                written.add(common[-1])
-            elif behind[same : same + 1] and behind[same] in marks:
-                written.add(behind[same])
+            if common_marks:  # a mark may close the text before the token that ends the turn
+                turn_ends.add(common_marks[-1])
+                written.add(common_marks[-1])
+            elif behind[shared_length : shared_length + 1] and behind[shared_length] in turn_marks:
+                written.add(behind[shared_length])
             elif following is _QUESTION:
                 raise ModelError(f"{self._template_name} does not end an assistant's turn with a special token")
-        return ends, tuple(sorted(stops if generation_ends is not None else stops | written))
+        return turn_ends, tuple(sorted(stops if generation_ends is not None else stops | written))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -196,23 +196,23 @@ def _turns_before(news: Sequence[Message], sentinel: str) -> Iterator[tuple[Mess
     """Turns that may stand before the new messages, with these, the likeliest first: one that makes the calls that the
     messages answer, with their ids or with such as the strictest template takes; only the last call, for templates that
     know one at a time; a text."""
-    first_other = next((number for number, message in enumerate(news) if message["role"] != "tool"), len(news))
-    if answered := news[:first_other]:
-        tool_messages = [cast("Message", {"name": "tool", **message}) for message in answered]
+    first_other = next((position for position, message in enumerate(news) if message["role"] != "tool"), len(news))
+    if answer_messages := news[:first_other]:
+        tool_messages = [cast("Message", {"name": "tool", **message}) for message in answer_messages]
         counted = [
-            cast("Message", {**tool_message, "tool_call_id": f"call{number:05d}"})
-            for number, tool_message in enumerate(tool_messages)
+            cast("Message", {**tool_message, "tool_call_id": f"call{position:05d}"})
+            for position, tool_message in enumerate(tool_messages)
         ]
         identified = [
             cast("Message", {**count, **tool_message})
             for count, tool_message in zip(counted, tool_messages, strict=True)
         ]
         # All calls first, then only the last one: a template that knows one call a message refuses the former.
-        for last in (0, len(tool_messages) - 1)[: len(tool_messages)]:
+        for first_call in (0, len(tool_messages) - 1)[: len(tool_messages)]:
             for answers in (identified, counted):
-                calls = [_call_answered(answer, sentinel) for answer in answers[last:]]
-                turn = cast("Message", {"role": "assistant", "content": "", "tool_calls": calls})
-                yield turn, [*answers, *news[first_other:]]
+                tool_calls = [_call_answered(answer, sentinel) for answer in answers[first_call:]]
+                assistant_turn = cast("Message", {"role": "assistant", "content": "", "tool_calls": tool_calls})
+                yield assistant_turn, [*answers, *news[first_other:]]
         news = [*identified, *news[first_other:]]
     yield {"role": "assistant", "content": sentinel}, list(news)
 

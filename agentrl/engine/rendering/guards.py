@@ -47,33 +47,33 @@ class Guards:
     model's folder marks so; the inner ones are marked in `tokenizer` here, so that it can spell them out."""
 
     def __init__(self, tokenizer: Tokenizer, templates: Iterable[ChatTemplate], special: Sequence[str]) -> None:
-        added = tokenizer.get_added_tokens_decoder()
-        written = "\n".join(text for template in templates for text in (template.source, *_written_by(template)))
-        others = {token.content for token in added.values()} - set(special)
-        inner = {token for token in others if _is_control(token, written)}
+        added_tokens = tokenizer.get_added_tokens_decoder()
+        template_texts = "\n".join(text for template in templates for text in (template.source, *_written_by(template)))
+        other_texts = {token.content for token in added_tokens.values()} - set(special)
+        inner_texts = {token for token in other_texts if _is_control(token, template_texts)}
         # Longest first: `<|im_start|>` may hold a shorter token, which would otherwise be cut out of its middle.
-        self._tokens = sorted(filter(None, {*special, *inner}), key=len, reverse=True)
-        self._is_inner = [token in inner for token in self._tokens]
-        self._literal = _literals(tokenizer, self._tokens, inner)
-        last = chr(_PRIVATE_USE + max(len(self._tokens), 1) - 1)
-        self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{last}])")
-        controls = [token for token in added.values() if token.content in self._tokens]
+        self._tokens = sorted(filter(None, {*special, *inner_texts}), key=len, reverse=True)
+        self._is_inner = [token in inner_texts for token in self._tokens]
+        self._literal = _literals(tokenizer, self._tokens, inner_texts)
+        last_stand_in = chr(_PRIVATE_USE + max(len(self._tokens), 1) - 1)
+        self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{last_stand_in}])")
+        controls = [token for token in added_tokens.values() if token.content in self._tokens]
         self._normalizer: Any = tokenizer.normalizer if any(token.normalized for token in controls) else None
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, list[int] | None]]:
         """A rendered text in pieces: one to be tokenized, or a stand-in with the tokens that it stands for."""
-        for number, piece in enumerate(self._stand_ins.split(rendered)):
-            yield piece, self._literal[ord(piece) - _PRIVATE_USE] if number % 2 and self._literal else None
+        for piece_number, piece in enumerate(self._stand_ins.split(rendered)):
+            yield piece, self._literal[ord(piece) - _PRIVATE_USE] if piece_number % 2 and self._literal else None
 
     def text(self, text: str, *, inner: bool = True) -> str:
         """A text from outside with its stand-ins; inner tokens stay as they are without `inner`."""
         guarded = self._replaced(text, inner)
-        if self._normalizer is not None and (normal := self._normalizer.normalize_str(guarded)) != guarded:
+        if self._normalizer is not None and (normalized := self._normalizer.normalize_str(guarded)) != guarded:
             # The tokenizer looks for some added tokens in the normalized text: other characters may become one there.
-            replaced = self._replaced(normal, inner)
+            guarded_again = self._replaced(normalized, inner)
             # The text as it came, unless normalizing it makes a control token. Always to normalize would change what
             # a tool wrote, and the tokenizer does it anyway.
-            return guarded if replaced == normal else replaced
+            return guarded if guarded_again == normalized else guarded_again
         return guarded
 
     def value(self, value: Json, *, inner: bool = True) -> Json:
@@ -90,30 +90,30 @@ class Guards:
     def message(self, message: Message) -> Message:
         """A message in whose texts nothing is a control token; its images stay where they were."""
         inner, shown = message["role"] != "assistant", message.get("images", [])
-        bare = {name: value for name, value in message.items() if name not in ("images", "tool_calls")}
-        guarded = cast("Message", self.value(bare, inner=inner))
+        plain_fields = {name: value for name, value in message.items() if name not in ("images", "tool_calls")}
+        guarded_message = cast("Message", self.value(plain_fields, inner=inner))
         if "tool_calls" in message:
-            guarded["tool_calls"] = self.value(message["tool_calls"])
+            guarded_message["tool_calls"] = self.value(message["tool_calls"])
         if shown:
-            ends = [0, *(image["at"] for image in shown), len(message["content"])]
-            texts = [self.text(message["content"][start:end], inner=inner) for start, end in pairwise(ends)]
-            ats = list(accumulate(map(len, texts)))
-            guarded["content"] = "".join(texts)
-            guarded["images"] = [{**image, "at": place} for image, place in zip(shown, ats, strict=False)]
-        return guarded
+            borders = [0, *(image["at"] for image in shown), len(message["content"])]
+            text_pieces = [self.text(message["content"][start:end], inner=inner) for start, end in pairwise(borders)]
+            positions = list(accumulate(map(len, text_pieces)))
+            guarded_message["content"] = "".join(text_pieces)
+            guarded_message["images"] = [{**image, "at": place} for image, place in zip(shown, positions, strict=False)]
+        return guarded_message
 
     def tools(self, tools: Sequence[Mapping[str, Json]]) -> Sequence[Mapping[str, Json]]:
         """Schemas of tools, whose descriptions a server elsewhere may have written."""
         # A quick look first, since schemas are the same for every turn and hardly ever hold such a token.
-        written = dump([dict(tool) for tool in tools]) if tools else ""
-        if self._normalizer is None and not any(token in written for token in self._tokens):
+        schemas_text = dump([dict(tool) for tool in tools]) if tools else ""
+        if self._normalizer is None and not any(token in schemas_text for token in self._tokens):
             return tools
         return [cast("Mapping[str, Json]", self.value(dict(tool))) for tool in tools]
 
     def _replaced(self, text: str, inner: bool) -> str:
-        for number, token in enumerate(self._tokens):
-            if token in text and (inner or not self._is_inner[number]):
-                text = text.replace(token, chr(_PRIVATE_USE + number))
+        for token_number, token in enumerate(self._tokens):
+            if token in text and (inner or not self._is_inner[token_number]):
+                text = text.replace(token, chr(_PRIVATE_USE + token_number))
         return text
 
 
@@ -135,10 +135,10 @@ def _is_control(token: str, written: str) -> bool:
 
 def _written_by(template: ChatTemplate) -> Iterator[str]:
     """Yield the texts that a template writes for a call and its answer: some put their tags together from pieces."""
-    answer = {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call00000"}
+    tool_answer = {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call00000"}
     try:
         yield template.written_call
-        yield template.render([*probe_call(), answer], [PROBE])
+        yield template.render([*probe_call(), tool_answer], [PROBE])
     except ModelError:  # it knows no tools
         return
 
@@ -148,7 +148,7 @@ def _literals(tokenizer: Tokenizer, tokens: Sequence[str], inner: set[str]) -> l
 
     The tokenizer spells out special tokens alone, so the inner ones are marked special in it. Nothing else changes by
     that, since `Renderer.decode` writes special tokens out."""
-    marked = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in inner]
+    inner_tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in inner]
     mark_special = cast("Callable[[list[AddedToken]], int]", tokenizer.add_special_tokens)  # pyright: ignore[reportUnknownMemberType]
     mark_special(
         [
@@ -160,7 +160,7 @@ def _literals(tokenizer: Tokenizer, tokens: Sequence[str], inner: set[str]) -> l
                 rstrip=token.rstrip,
                 single_word=token.single_word,
             )
-            for token in marked
+            for token in inner_tokens
         ]
     )
     tokenizer.encode_special_tokens = True

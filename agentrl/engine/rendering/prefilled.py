@@ -22,32 +22,33 @@ def prefilled(conversations: Conversations, messages: list[Message], tools: Tool
     Thoughts in that content stay where they are. Templates of thinking models take them for those of a closed turn:
     Qwen3's writes an empty block before a `<think>` that is still open, and R1's strips all up to `</think>`."""
     sentinel = unused(PREFIX_END, messages)
-    written = conversations.text(marked(messages, sentinel), tools, asks=False)
-    if sentinel not in written:
+    written_text = conversations.text(marked(messages, sentinel), tools, asks=False)
+    if sentinel not in written_text:
         raise ModelError(
             f"the chat template of {conversations.folder!r} does not write the assistant's text at the end of the "
             "prompt: end the prompt with the user's message"
         )
     # The last place: a template may show the content in a preface too, and what is gone on with is what stands last.
-    prefix = written[: written.rindex(sentinel)].replace(sentinel, "")
-    words, thoughts = messages[-1]["content"], messages[-1].get("reasoning_content", "")
-    tags = [tag for pair in conversations.text_format.thoughts for tag in pair]
-    pieces = re.split("|".join(map(re.escape, tags)), words)  # a template may write other blanks around its tags
+    prefix = written_text[: written_text.rindex(sentinel)].replace(sentinel, "")
+    begun_text, thoughts = messages[-1]["content"], messages[-1].get("reasoning_content", "")
+    tags = [tag for tag_pair in conversations.text_format.thoughts for tag in tag_pair]
+    pieces = re.split("|".join(map(re.escape, tags)), begun_text)  # a template may write other blanks around its tags
     is_whole = all(piece.strip() in prefix for piece in pieces)
     for opening, closing in conversations.text_format.thoughts:
-        if opening not in words:
+        if opening not in begun_text:
             continue
         try:
-            before = conversations.text(messages[:-1], tools)
+            text_before = conversations.text(messages[:-1], tools)
         except ModelError:  # a template may refuse the conversation without its last turn: an empty one, say
             continue
         # The template closed a block of thoughts that the words leave open. So the text is put together here: what
         # opens a turn, and the words as they are.
-        if not is_whole or prefix.count(closing) > before.count(closing) + words.count(closing):
-            return (before.rstrip().removesuffix(opening) if before.rstrip().endswith(opening) else before) + words
+        if not is_whole or prefix.count(closing) > text_before.count(closing) + begun_text.count(closing):
+            opens_thoughts = text_before.rstrip().endswith(opening)
+            return (text_before.rstrip().removesuffix(opening) if opens_thoughts else text_before) + begun_text
     if not is_whole or thoughts.strip() not in prefix:
-        case = "the chat template leaves out a part of the words with which the assistant begins"
-        notices.note("messages", case, by_policy=True)
+        left_out = "the chat template leaves out a part of the words with which the assistant begins"
+        notices.note("messages", left_out, by_policy=True)
     return prefix
 
 
@@ -67,8 +68,8 @@ def marked(messages: Sequence[Message], mark: str) -> list[Message]:
 
 def ends_with_prefix(messages: Sequence[Message]) -> bool:
     """Whether the assistant has begun to speak at the end of the messages."""
-    last = messages[-1] if messages else None
-    return last is not None and last["role"] == "assistant" and not last.get("tool_calls")
+    last_message = messages[-1] if messages else None
+    return last_message is not None and last_message["role"] == "assistant" and not last_message.get("tool_calls")
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

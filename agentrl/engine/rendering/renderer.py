@@ -41,9 +41,9 @@ class Renderer:
     for an argument that the template does not read."""
 
     def __init__(self, model_dir: str | Path, *, template_kwargs: Mapping[str, Json] | None = None) -> None:
-        folder = ModelFolder(model_dir)
-        self.conversations = Conversations(folder, template_kwargs or {})
-        self.extensions = Extensions(self.conversations, folder)
+        model_folder = ModelFolder(model_dir)
+        self.conversations = Conversations(model_folder, template_kwargs or {})
+        self.extensions = Extensions(self.conversations, model_folder)
         self._demonstrations = Demonstrations(self.conversations, self.extensions)
         self.no_images = self.conversations.no_images
         self.stop_token_ids = self.extensions.stop_token_ids
@@ -70,24 +70,27 @@ class Renderer:
         the assistant's own text, the assistant goes on with it, as transformers' `continue_final_message` has it: a
         turn that is closed and opened again would be a conversation that no model was trained on."""
         conversations = self.conversations
-        plain, template, tools = (
+        plain_messages, template, tools = (
             conversations.plain(messages),
             conversations.template(tools=bool(tools)),
             conversations.guards.tools(tools),
         )
         # A template with one call a message would drop the others in silence; divided, each call stands before its
         # answer.
-        plain = plain if template.writes_several else one_by_one(plain)
-        text = prefilled(conversations, plain, tools) if ends_with_prefix(plain) else conversations.text(plain, tools)
-        self._name_left_out(plain, tools, text)
-        return conversations.with_images(conversations.encode(text), messages)
+        plain_messages = plain_messages if template.writes_several else one_by_one(plain_messages)
+        if ends_with_prefix(plain_messages):
+            prompt_text = prefilled(conversations, plain_messages, tools)
+        else:
+            prompt_text = conversations.text(plain_messages, tools)
+        self._name_left_out(plain_messages, tools, prompt_text)
+        return conversations.with_images(conversations.encode(prompt_text), messages)
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
         itself, the new messages, and the opening of the next turn. `tools` are those of the conversation."""
         conversations = self.conversations
-        ids = self.extensions.extended(sampled, conversations.plain(messages), conversations.guards.tools(tools))
-        return conversations.with_images(ids, messages)
+        added_ids = self.extensions.extended(sampled, conversations.plain(messages), conversations.guards.tools(tools))
+        return conversations.with_images(added_ids, messages)
 
     def demonstrated(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -120,22 +123,22 @@ class Renderer:
         does not read. Messages of the assistant are not looked for: many templates drop the thoughts of earlier turns
         on purpose. Never a refusal: a policy's program may have sent the messages."""
         template = self.conversations.template(tools=bool(tools))
-        for number, message in enumerate(messages):
-            for key in unread(template, message):
-                notices.note("messages", f"the key {key!r} is not read by the chat template", by_policy=True)
+        for position, message in enumerate(messages):
+            for unread_key in unread(template, message):
+                notices.note("messages", f"the key {unread_key!r} is not read by the chat template", by_policy=True)
             content = message["content"].strip()
             if message["role"] == "assistant" or not content or content in written or message.get("images"):
                 continue
-            if self._makes_no_difference(messages, number, tools, written):
-                case = f"the chat template writes no message of role {message['role']!r} there: its text is not shown"
-                notices.note("messages", case, by_policy=True)
+            if self._makes_no_difference(messages, position, tools, written):
+                absent = f"the chat template writes no message of role {message['role']!r} there: its text is not shown"
+                notices.note("messages", absent, by_policy=True)
 
     def _makes_no_difference(self, messages: Sequence[Message], at: int, tools: Tools, written: str) -> bool:
         """Whether the conversation reads the same without the content of this message."""
         # A point, and not an empty text: many templates write nothing at all for an empty message, which would look
         # like a difference.
-        emptied = cast("Message", {**messages[at], "content": "."})
+        emptied_message = cast("Message", {**messages[at], "content": "."})
         try:
-            return self.conversations.text([*messages[:at], emptied, *messages[at + 1 :]], tools) == written
+            return self.conversations.text([*messages[:at], emptied_message, *messages[at + 1 :]], tools) == written
         except ModelError:
             return False

@@ -34,8 +34,8 @@ def main() -> None:
     # Taken out of the environment, which the server's children inherit and `/proc` shows to the same user for as long
     # as they live. `sys.argv` is this interpreter's own list: the kernel's copy of the command line, which everybody
     # can read, stays as it was.
-    key = os.environ.pop(KEY, "")
-    sys.argv += [f"--api-key={key}"] if key else []  # in one word: a key may begin with a dash
+    api_key = os.environ.pop(KEY, "")
+    sys.argv += [f"--api-key={api_key}"] if api_key else []  # in one word: a key may begin with a dash
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 

@@ -44,14 +44,14 @@ _HINTS = (
 def find_build(python: str | Path | None = None) -> Build:
     """The SGLang to start: of `python`, else of $AGENTRL_SGLANG_PYTHON, else of the running interpreter. Warns of a
     version whose protocol was not tried. Raises UsageError if there is none."""
-    chosen = python or os.environ.get(PYTHON_VARIABLE)
-    here = sys.executable if importlib.util.find_spec("sglang") else None
-    candidate = chosen or here
+    named_python = python or os.environ.get(PYTHON_VARIABLE)
+    own_interpreter = sys.executable if importlib.util.find_spec("sglang") else None
+    candidate = named_python or own_interpreter
     versions = installed(Path(candidate), ("sglang",)) if candidate else {}
     if not versions:
-        where = f"{str(chosen)!r} has no SGLang" if chosen else "no SGLang found"
+        complaint = f"{str(named_python)!r} has no SGLang" if named_python else "no SGLang found"
         raise UsageError(
-            f"{where}: set {PYTHON_VARIABLE} to an interpreter that has it, or start the servers yourself and name "
+            f"{complaint}: set {PYTHON_VARIABLE} to an interpreter that has it, or start the servers yourself and name "
             "them in engine.urls"
         )
     version = versions["sglang"]
@@ -104,8 +104,8 @@ class SGLangLaunch:
             "log-level-http": "warning",
         }
         if self.lora_rank:
-            targets = [target.rpartition(".")[2] for target in self.lora_targets] or ["all"]
-            options |= {"enable-lora": True, "max-lora-rank": self.lora_rank, "lora-target-modules": targets}
+            target_names = [target_name.rpartition(".")[2] for target_name in self.lora_targets] or ["all"]
+            options |= {"enable-lora": True, "max-lora-rank": self.lora_rank, "lora-target-modules": target_names}
             options |= {"max-loras-per-batch": self.max_loras + 1}  # one more for requests without any
         if len(self.gpus) > 1:
             options["tensor-parallel-size"] = len(self.gpus)
@@ -115,7 +115,7 @@ class SGLangLaunch:
 
     def env(self) -> dict[str, str]:
         """Variables to add to the environment."""
-        env = {
+        environment = {
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # a run's own modules are for another interpreter
             "PYTHONSAFEPATH": "1",  # nor are those that lie beside `lifeline.py`
             "PYTHONDONTWRITEBYTECODE": "",  # thousands of modules: compiled anew they cost every start many seconds
@@ -123,7 +123,7 @@ class SGLangLaunch:
             "OMP_NUM_THREADS": str(self.threads),
             **self.key.variables(signs=False),
         }
-        return env | ({"CUDA_VISIBLE_DEVICES": ",".join(visible(self.gpus))} if self.gpus else {})
+        return environment | ({"CUDA_VISIBLE_DEVICES": ",".join(visible(self.gpus))} if self.gpus else {})
 
 
 async def ready(
@@ -140,17 +140,17 @@ async def ready(
 
     `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time runs
     out, or if the address is another server's; UsageError as `server_facts.require`."""
-    why = partial(why_it_ended, log, _HINTS)
+    explanation = partial(why_it_ended, log, _HINTS)
     client = EngineClient(server.url, kind="sglang", version=version, api_key=server.key)
     stranger = EngineClient(server.url, kind="sglang")
     try:
-        async with starting("SGLang", deadline_s=deadline_s, why=why):
+        async with starting("SGLang", deadline_s=deadline_s, why=explanation):
             await wait_for(
                 partial(_serves, client, stranger),
                 name="SGLang",
                 model=server.model,
                 ended=ended,
-                why=why,
+                why=explanation,
                 log=log,
                 say=say,
             )

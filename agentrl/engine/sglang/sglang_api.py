@@ -28,7 +28,7 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
     """The body of a generate request. Every setting is sent, so that no server's default can slip in. Raises
     ConfigError for kept sets without a `top_k`, for experts and images."""
     sampling = request.sampling
-    params: dict[str, Json] = {
+    sampling_params: dict[str, Json] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -37,16 +37,16 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
         "skip_special_tokens": False,
     }
     if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
+        sampling_params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop:
-        params["stop"] = list(sampling.stop)
+        sampling_params["stop"] = list(sampling.stop)
     if request.ignore_eos:
-        params["ignore_eos"] = True
-    body: dict[str, Json] = {
+        sampling_params["ignore_eos"] = True
+    request_body: dict[str, Json] = {
         # An abort of `turn-1` would end `turn-12` as well: SGLang compares beginnings.
         "rid": request.request_id + RID_END,
         "input_ids": list(request.token_ids),
-        "sampling_params": params,
+        "sampling_params": sampling_params,
         "return_logprob": True,
         # -1 leaves the prompt out; scoring it would compute logits for every token of the context.
         "logprob_start_len": -1,
@@ -61,13 +61,13 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
         if not 0 < sampling.top_k <= _MOST_KEPT:
             hint = f"SGLang returns the set that a token is drawn from for 1 to {_MOST_KEPT}: give rollout.top_k"
             raise ConfigError("rollout.top_k", sampling.top_k, hint)
-        body["return_sampling_mask"] = True
-    return body if request.model is None else body | {"lora_path": request.model}
+        request_body["return_sampling_mask"] = True
+    return request_body if request.model is None else request_body | {"lora_path": request.model}
 
 
 def score_json(tokens: Sequence[int], model: str | None) -> dict[str, Json]:
     """The body of a request for the log-probs of a prompt's tokens at temperature 1; nothing is sampled."""
-    body: dict[str, Json] = {
+    request_body: dict[str, Json] = {
         "rid": f"score-{uuid4().hex}{RID_END}",
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -75,7 +75,7 @@ def score_json(tokens: Sequence[int], model: str | None) -> dict[str, Json]:
         "logprob_start_len": 0,
         "stream": False,
     }
-    return body if model is None else body | {"lora_path": model}
+    return request_body if model is None else request_body | {"lora_path": model}
 
 
 def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tuple[float, ...]:
@@ -97,8 +97,8 @@ class SGLangParser(ChunkParser):
 
     def parse(self, document: Mapping[str, Json]) -> Chunk | None:
         if isinstance(error := document.get("error"), dict):
-            failed = cast("dict[str, Json]", error)
-            raise _failure(str(failed.get("message")), failed.get("code"))
+            error_fields = cast("dict[str, Json]", error)
+            raise _failure(str(error_fields.get("message")), error_fields.get("code"))
         try:
             choice = self._as_choice(document)
         except MALFORMED as error:
@@ -108,25 +108,25 @@ class SGLangParser(ChunkParser):
     def _as_choice(self, document: Mapping[str, Json]) -> dict[str, Json]:
         """An event in the shape that vLLM gives it."""
         meta: dict[str, Any] = document["meta_info"]
-        reason: dict[str, Any] = meta["finish_reason"] or {}
-        if reason.get("type") == "abort" and reason.get("status_code") is not None:
-            raise _failure(str(reason.get("message")), reason["status_code"])
+        finish_reason: dict[str, Any] = meta["finish_reason"] or {}
+        if finish_reason.get("type") == "abort" and finish_reason.get("status_code") is not None:
+            raise _failure(str(finish_reason.get("message")), finish_reason["status_code"])
         # By the server's count, and not by the length of the list: whether an event repeats all tokens or has the new
         # ones alone is a flag of the server, and both kinds of lists are read by `_new`.
-        new = meta["completion_tokens"] - self.received
-        tokens = self._new(document["output_ids"], new)
-        entries = self._new(meta.get("output_token_logprobs") or [], new)
-        if [entry[1] for entry in entries] != tokens:
+        new_count = meta["completion_tokens"] - self.received
+        token_ids = self._new(document["output_ids"], new_count)
+        entries = self._new(meta.get("output_token_logprobs") or [], new_count)
+        if [entry[1] for entry in entries] != token_ids:
             raise EngineError("the engine sent log-probs of other tokens than it sampled (output_token_logprobs)")
         logprobs = [entry[0] for entry in entries]
-        choice: dict[str, Json] = {"token_ids": tokens, "finish_reason": reason.get("type")}
-        if (sets := meta.get("output_token_sampling_mask")) is not None:
-            choice["sampling_mask"] = self._new(sets, new)
-            logprobs = self._new(meta["output_token_sampling_logprobs"], new)  # under what was left after the cut
+        choice: dict[str, Json] = {"token_ids": token_ids, "finish_reason": finish_reason.get("type")}
+        if (kept_sets := meta.get("output_token_sampling_mask")) is not None:
+            choice["sampling_mask"] = self._new(kept_sets, new_count)
+            logprobs = self._new(meta["output_token_sampling_logprobs"], new_count)  # under what was left after the cut
         # From here on all is vLLM's shape, so that every check of a token, a log-prob and a version is written once,
         # in `ChunkParser`.
         choice["logprobs"] = {"content": [{"logprob": logprob} for logprob in logprobs]}
-        choice["weight_versions"] = meta.get("weight_versions") or self._provisional(meta, new)
+        choice["weight_versions"] = meta.get("weight_versions") or self._provisional(meta, new_count)
         return choice
 
     def _new(self, values: list[Any], new: int) -> list[Any]:
@@ -140,12 +140,12 @@ class SGLangParser(ChunkParser):
     def _provisional(self, meta: Mapping[str, Any], new: int) -> list[Json]:
         """The version that an event before the last names. It was read when the event left the server: if it changed
         without the pause of an update, which puts requests back, then these tokens were sampled before that."""
-        stamp, retractions = meta["weight_version"], meta.get("num_retractions")
+        version_stamp, retractions = meta["weight_version"], meta.get("num_retractions")
         if self._stamp is not None and retractions is not None and retractions == self._retractions:
-            stamp = self._stamp
+            version_stamp = self._stamp
         if new:
-            self._stamp, self._retractions = stamp, retractions
-        return [{"version": stamp, "start": self.received, "end": self.received + new}] if new else []
+            self._stamp, self._retractions = version_stamp, retractions
+        return [{"version": version_stamp, "start": self.received, "end": self.received + new}] if new else []
 
 
 def _failure(message: str, code: object) -> EngineError:

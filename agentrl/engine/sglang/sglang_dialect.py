@@ -85,28 +85,28 @@ class SGLangDialect(EngineDialect):
 
     async def take_weights(self, engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
         # Before the pause: links on a slow disk are no reason for the engine to stand still.
-        folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
-        started = trio.current_time()
+        weight_folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
+        started_at = trio.current_time()
         # If this process dies after this call, the engine stays paused: it samples nothing, which is safe, and the
         # next push begins with a pause that changes nothing and ends with the continuation.
         await engine.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
-        body: dict[str, Json] = {
-            "model_path": str(folder),
+        update_body: dict[str, Json] = {
+            "model_path": str(weight_folder),
             "load_format": "auto",
             "weight_version": str(update.version),
             "abort_all_requests": False,
             "flush_cache": True,
         }
-        await engine.call("POST", "/update_weights_from_disk", json=body, deadline_s=deadline_s)
+        await engine.call("POST", "/update_weights_from_disk", json=update_body, deadline_s=deadline_s)
         await self.resume(engine, deadline_s=deadline_s)
-        return trio.current_time() - started
+        return trio.current_time() - started_at
 
     async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
         body: dict[str, Json] = {"lora_name": name, "lora_path": place}
         try:
             await engine.call("POST", "/load_lora_adapter", json=body, deadline_s=deadline_s)
         except EngineError as error:
-            if not any(words in error.reason for words in _ALREADY_LOADED):
+            if not any(known_words in error.reason for known_words in _ALREADY_LOADED):
                 raise
 
     async def unload_adapter(self, engine: EngineCalls, name: str, *, deadline_s: float) -> None:
@@ -122,21 +122,21 @@ def folder_of(files: Sequence[str]) -> Path:
     paths = [Path(file) for file in files]
     if any("://" in file for file in files):
         raise WeightSyncError("SGLang reads weights from folders alone: leave engine.weights_url out")
-    first = paths[0]
+    first_path = paths[0]
     try:
-        if {path.resolve() for path in first.parent.glob("*.safetensors")} == {path.resolve() for path in paths}:
-            return first.parent
-        folder = first.with_name(f"{first.name}.folder")
+        if {path.resolve() for path in first_path.parent.glob("*.safetensors")} == {path.resolve() for path in paths}:
+            return first_path.parent
+        folder = first_path.with_name(f"{first_path.name}.folder")
         folder.mkdir(exist_ok=True)
-        links = {folder / path.with_suffix(".safetensors").name: path for path in paths}
+        link_targets = {folder / path.with_suffix(".safetensors").name: path for path in paths}
         for link in folder.iterdir():
-            if link not in links or not link.samefile(links[link]):  # of other weights at the same path
+            if link not in link_targets or not link.samefile(link_targets[link]):  # of other weights at the same path
                 link.unlink()
-        for link, path in links.items():
+        for link, path in link_targets.items():
             with suppress(FileExistsError):  # another engine takes the same weights just now
                 # A hard link, since it costs nothing and survives the learner's tidying of the file while the server
                 # reads it; a symbolic link would end in nothing then.
                 os.link(path, link)
         return folder
     except OSError as error:
-        raise WeightSyncError(f"cannot make a folder of {str(first)!r} for SGLang: {error.strerror}") from error
+        raise WeightSyncError(f"cannot make a folder of {str(first_path)!r} for SGLang: {error.strerror}") from error
