@@ -51,27 +51,27 @@ class EnginePlan:
     def of(cls, config: RunConfig, described: Mapping[str, Any], width: int) -> Self:
         """Return the plan of a run's engine, whose model's config.json has the fields `described` and whose weights
         take `width` bytes each."""
-        options = config.engine.vllm
-        layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
-        size = described.get("head_dim") or described["hidden_size"] // heads
-        kv_heads = described.get("num_key_value_heads") or heads
-        gpus = gpus_of(config)
+        vllm_options = config.engine.vllm
+        layer_count, head_count = described["num_hidden_layers"], described["num_attention_heads"]
+        head_size = described.get("head_dim") or described["hidden_size"] // head_count
+        kv_heads = described.get("num_key_value_heads") or head_count
+        gpu_count = gpus_of(config)
         # Copies have all layers each, and share nothing but the experts under expert parallelism: `parts` divides a
         # copy, `apart` all of them.
-        copies = _count(options, "data-parallel-size") * _count(options, "prefill-context-parallel-size")
-        stages = _count(options, "pipeline-parallel-size")
-        tensor = max(1, gpus // (copies * stages))
-        cell = 1 if str(options.get("kv-cache-dtype")).startswith(_EIGHT_BITS) else 2
+        copy_count = _count(vllm_options, "data-parallel-size") * _count(vllm_options, "prefill-context-parallel-size")
+        stage_count = _count(vllm_options, "pipeline-parallel-size")
+        tensor_width = max(1, gpu_count // (copy_count * stage_count))
+        value_bytes = 1 if str(vllm_options.get("kv-cache-dtype")).startswith(_EIGHT_BITS) else 2
         return cls(
-            gpus=gpus,
-            copies=copies,
-            parts=tensor * stages,
-            apart=gpus if options.get("enable-expert-parallel") else tensor * stages,
+            gpus=gpu_count,
+            copies=copy_count,
+            parts=tensor_width * stage_count,
+            apart=gpu_count if vllm_options.get("enable-expert-parallel") else tensor_width * stage_count,
             # Heads of keys and values cannot be cut further than one for each GPU: beyond that vLLM keeps copies, so
             # that more GPUs hold no more tokens.
-            cached=min(tensor, kv_heads) * stages,
-            width=1 if str(options.get("quantization")).startswith(_EIGHT_BITS) else width,
-            kv=2 * layers * kv_heads * size * cell,
+            cached=min(tensor_width, kv_heads) * stage_count,
+            width=1 if str(vllm_options.get("quantization")).startswith(_EIGHT_BITS) else width,
+            kv=2 * layer_count * kv_heads * head_size * value_bytes,
             cache=config.engine.kv_cache_mb << 20,
         )
 
@@ -87,16 +87,16 @@ class EnginePlan:
         """Return the seconds of a pass that samples one token for each of `tokens` rows, in every copy. A row ends with
         `row` tokens. `parameters` and `experts` count weights, the first with the second; each token is sent to the
         share `used` of the experts, evenly."""
-        of_all = tokens * self.apart // self.parts  # tokens of copies that share experts
+        shared_tokens = tokens * self.apart // self.parts  # tokens of copies that share experts
         # The chance that none of so many tokens goes to an expert, if each chooses evenly and by itself. Weights that
         # nobody needs are not read, which is why a mixture is quick at small batches.
-        asleep = experts * (1 - used) ** of_all  # of experts that no token is sent to
+        idle_experts = experts * (1 - used) ** shared_tokens  # of experts that no token is sent to
         # Half of the last length: a row has grown from nothing to that, so it reads as much on average.
-        reads = self.weights(parameters - asleep, experts - asleep) + tokens * self.token() * row / 2
-        operations = 2 * ((parameters - experts) * tokens / self.parts + experts * used * of_all / self.apart)
+        read_bytes = self.weights(parameters - idle_experts, experts - idle_experts) + tokens * self.token() * row / 2
+        operations = 2 * ((parameters - experts) * tokens / self.parts + experts * used * shared_tokens / self.apart)
         # The roofline (Williams et al. 2009): memory and arithmetic work at the same time, and the slower one
         # decides.
-        return max(reads / rates.bytes, operations / rates.operations)
+        return max(read_bytes / rates.bytes, operations / rates.operations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,8 @@ def gpus_of(config: RunConfig) -> int:
 
 
 def _count(settings: Mapping[str, Any], name: str) -> int:
-    value = settings.get(name, 1)
-    return value if type(value) is int and value > 0 else 1
+    setting_value = settings.get(name, 1)
+    return setting_value if type(setting_value) is int and setting_value > 0 else 1
 
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -164,9 +164,9 @@ def gpu_of(description: str) -> Gpu:
     """The GPU of a name, or of "name,TFLOP/s,GB,GB/s": dense bfloat16, memory, its bandwidth. Raises UsageError."""
     if description in GPUS:
         return GPUS[description]
-    _, *numbers = description.split(",")
+    _, *number_texts = description.split(",")
     try:
-        tflops, memory_gb, gb_per_s = map(float, numbers)
+        tflops, memory_gb, gb_per_s = map(float, number_texts)
     except ValueError:
         tflops = memory_gb = gb_per_s = math.nan
     # Written so that NaN, which compares with nothing, is refused as well.
@@ -222,8 +222,8 @@ class GpuSplit:
         do."""
         # Law 6 holds on GPUs of their own: neither side waits. On one GPU both need the same units, side by side or
         # by turns, and the seconds add up.
-        together = self.learner_s + self.engine_s + self.swap_s
-        return max(self.learner_s, self.engine_s) if self.engines else together
+        summed_s = self.learner_s + self.engine_s + self.swap_s
+        return max(self.learner_s, self.engine_s) if self.engines else summed_s
 
     @property
     def max_lag(self) -> int:
@@ -256,19 +256,19 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
     if config.engine.colocated and n > 1:
         raise UsageError(f"--n {n}: engine.colocated shares one GPU: give 1, or --set engine.colocated=false")
-    ways = _ways(config, n)
-    if not ways:
+    divisions = _ways(config, n)
+    if not divisions:
         raise _no_way(config, n)
-    folder = model_dir(config.model)
-    bytes_ = _held(config, folder, work)
-    splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
-    sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
+    model_folder = model_dir(config.model)
+    memory_budget = _held(config, model_folder, work)
+    gpu_splits = tuple(_split(config, model_folder, memory_budget, gpu, work, *division) for division in divisions)
+    sampled_tokens = config.buffer.groups_per_step * config.rollout.group_size * work.answer
     return Plan(
         gpu=gpu,
         n=n,
-        held=bytes_,
-        splits=splits,
-        tokens_per_step=sampled,
+        held=memory_budget,
+        splits=gpu_splits,
+        tokens_per_step=sampled_tokens,
         max_running=config.rollout.max_running,
         cache_mb=config.engine.kv_cache_mb,
     )
@@ -283,24 +283,24 @@ def started(config: RunConfig, gpu: Gpu, n: int) -> tuple[RunConfig, dict[str, A
 
 def rows_of(config: RunConfig, work: Work) -> list[Row]:
     """The rows of a full pass: whole groups if they fit, else a part of one."""
-    size, budget = config.rollout.group_size, config.train.tokens_per_batch
-    groups = max(1, budget // (work.prompt + size * work.answer))
-    members = min(size, max(1, (budget - work.prompt) // work.answer))
-    algo = next(iter(config.algorithms.values()))
-    place = torch.arange(work.prompt, work.prompt + work.answer)
+    group_size, token_budget = config.rollout.group_size, config.train.tokens_per_batch
+    group_count = max(1, token_budget // (work.prompt + group_size * work.answer))
+    member_count = min(group_size, max(1, (token_budget - work.prompt) // work.answer))
+    algorithm = next(iter(config.algorithms.values()))
+    positions = torch.arange(work.prompt, work.prompt + work.answer)
     return [
         Row(
-            group_id=group,
+            group_id=group_id,
             episode_id=member,
-            algo=algo,
+            algo=algorithm,
             # Tokens differ where the tree must fork: the first one by group, the first of the answer by member. All
             # others may be alike, since only shapes are counted.
-            token_ids=(group, *[0] * (work.prompt - 1), member, *[0] * (work.answer - 1)),
-            place_S=place,
+            token_ids=(group_id, *[0] * (work.prompt - 1), member, *[0] * (work.answer - 1)),
+            place_S=positions,
             columns={},
         )
-        for group in range(groups)
-        for member in range(members)
+        for group_id in range(group_count)
+        for member in range(member_count)
     ]
 
 
@@ -312,52 +312,54 @@ def _passes(config: RunConfig, work: Work) -> int:
 def _split(
     config: RunConfig, folder: Path, bytes_: MemoryBudget, gpu: Gpu, work: Work, engines: int, learners: int
 ) -> GpuSplit:
-    described = _described(folder)
-    layers, of_experts = described["num_hidden_layers"], _used(described)
-    each = EnginePlan.of(config, described, _width(config, folder))
-    ranks, copies = max(1, learners), max(1, engines // each.gpus) * each.copies
-    learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor, config.train.parallel.expert)
-    room = _RESERVED * gpu.memory_gb * GB
-    weights = each.weights(bytes_.parameters, bytes_.experts)
-    turns = config.engine.colocated
-    staged = config.transport.form == "file" and not turns
-    second = weights if staged else 0  # of new ones
-    cache_room = room - weights - second - (0 if engines or turns else learner)
+    model_fields = _described(folder)
+    layer_count, expert_share = model_fields["num_hidden_layers"], _used(model_fields)
+    engine_plan = EnginePlan.of(config, model_fields, _width(config, folder))
+    rank_count, copy_count = max(1, learners), max(1, engines // engine_plan.gpus) * engine_plan.copies
+    learner_bytes = of_rank(bytes_, rank_count, layer_count, config.train.parallel.tensor, config.train.parallel.expert)
+    usable_bytes = _RESERVED * gpu.memory_gb * GB
+    weight_bytes = engine_plan.weights(bytes_.parameters, bytes_.experts)
+    by_turns = config.engine.colocated
+    is_staged = config.transport.form == "file" and not by_turns
+    second_bytes = weight_bytes if is_staged else 0  # of new ones
+    cache_room = usable_bytes - weight_bytes - second_bytes - (0 if engines or by_turns else learner_bytes)
     # By the full length of a row: an engine that fills its cache with half-grown rows has to preempt some of them,
     # and computes them again.
-    at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
-    batch = max(1, at_once // copies)
-    token_s = each.token_s(
-        batch,
+    at_once = min(config.rollout.max_running, copy_count * int(engine_plan.cache / (engine_plan.token() * work.row)))
+    rows_per_copy = max(1, at_once // copy_count)
+    token_s = engine_plan.token_s(
+        rows_per_copy,
         work.row,
         parameters=bytes_.parameters,
         experts=bytes_.experts,
-        used=of_experts,
+        used=expert_share,
         rates=Rates(bytes=gpu.gb_per_s * GB * work.mbu, operations=gpu.tflops * 1e12 * work.mbu),
     )
-    groups, size = config.buffer.groups_per_step, config.rollout.group_size
-    of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
+    group_count, group_size = config.buffer.groups_per_step, config.rollout.group_size
+    members_in_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
     # Groups that are larger than a pass take several, smaller ones share one. A fraction of a pass stays a fraction:
     # this is a mean over many steps.
-    passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
-    teams = max(1, ranks // (config.train.parallel.tensor * config.train.parallel.context))
-    stems = min(groups * min(_passes(config, work), teams), passes)  # each team computes those of all groups
-    once = (bytes_.operations - bytes_.again) * passes + bytes_.again * stems
+    groups_in_pass = len({row.group_id for row in rows_of(config, work)})
+    pass_count = group_count * max(1.0, group_size / members_in_pass) / groups_in_pass
+    team_count = max(1, rank_count // (config.train.parallel.tensor * config.train.parallel.context))
+    # Each team computes the stems of all groups.
+    stem_passes = min(group_count * min(_passes(config, work), team_count), pass_count)
+    once = (bytes_.operations - bytes_.again) * pass_count + bytes_.again * stem_passes
     # A pass is forward and twice that backward; computing layers again is one more forward, so four thirds.
     operations = once * (4 / 3 if config.train.gradient_checkpointing else 1.0) * config.train.epochs
     return GpuSplit(
         engines=engines,
         learners=learners,
-        learner_bytes=learner,
-        engine_bytes=weights + second + each.cache,
+        learner_bytes=learner_bytes,
+        engine_bytes=weight_bytes + second_bytes + engine_plan.cache,
         cache_room=cache_room,
         at_once=at_once,
-        fits=learner <= room and each.cache <= cache_room and at_once >= size,
-        learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
-        engine_s=groups * size * work.answer * token_s / (copies * batch),
+        fits=learner_bytes <= usable_bytes and engine_plan.cache <= cache_room and at_once >= group_size,
+        learner_s=operations / (rank_count * gpu.tflops * 1e12 * work.mfu),
+        engine_s=group_count * group_size * work.answer * token_s / (copy_count * rows_per_copy),
         episode_s=work.answer * token_s,
-        host_bytes=_waiting(config, bytes_) if turns else 0.0,
-        swap_s=_swapped(config, bytes_) / (gpu.bus_gb_per_s * GB * work.mbu) if turns else 0.0,
+        host_bytes=_waiting(config, bytes_) if by_turns else 0.0,
+        swap_s=_swapped(config, bytes_) / (gpu.bus_gb_per_s * GB * work.mbu) if by_turns else 0.0,
     )
 
 
@@ -369,133 +371,136 @@ def _width(config: RunConfig, folder: Path) -> int:
 def _waiting(config: RunConfig, bytes_: MemoryBudget) -> float:
     """Bytes in host memory while an engine samples whose GPU the learner shares by turns; or while the learner steps,
     with an adapter, the engine's weights."""
-    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
-    return bytes_.host + learner + (2 * bytes_.parameters if config.sends_adapters else 0)
+    learner_bytes = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return bytes_.host + learner_bytes + (2 * bytes_.parameters if config.sends_adapters else 0)
 
 
 def _swapped(config: RunConfig, bytes_: MemoryBudget) -> float:
     """Bytes that go over the GPU's bus for a turn of the learner: it comes and leaves, the engine gets new weights, or
     with an adapter takes its own away and back."""
-    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
-    return 2 * learner + 2 * bytes_.parameters * (2 if config.sends_adapters else 1)
+    learner_bytes = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return 2 * learner_bytes + 2 * bytes_.parameters * (2 if config.sends_adapters else 1)
 
 
 def _used(described: dict[str, Any]) -> float:
     """The share of a mixture's experts that a token is sent to; 1 without experts."""
-    experts = next((described[name] for name in EXPERTS if described.get(name)), None)
-    return (described.get("num_experts_per_tok") or experts) / experts if experts else 1.0
+    expert_count = next((described[field_name] for field_name in EXPERTS if described.get(field_name)), None)
+    return (described.get("num_experts_per_tok") or expert_count) / expert_count if expert_count else 1.0
 
 
 def _described(folder: Path) -> dict[str, Any]:
     """The configuration of a model's text part."""
-    described = json.loads((folder / "config.json").read_text())
-    return described.get("text_config") or described
+    model_fields = json.loads((folder / "config.json").read_text())
+    return model_fields.get("text_config") or model_fields
 
 
 def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
     """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
-    team, each = _team(config), gpus_of(config)
-    ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
-    return [(mine, others) for mine, others in ways if max(1, others) % team == max(1, mine) % each == 0]
+    team_size, gpus_each = _team(config), gpus_of(config)
+    divisions = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+    return [(mine, others) for mine, others in divisions if max(1, others) % team_size == max(1, mine) % gpus_each == 0]
 
 
 def _no_way(config: RunConfig, n: int) -> UsageError:
     """Return the error for `n` GPUs that cannot be divided; it names numbers that can."""
-    each = gpus_of(config)
-    why = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
-    why += [f"engine.replicas gives each engine {each}"] if each > 1 else []
-    less = next((few for few in range(n - 1, 0, -1) if _ways(config, few)), None)
-    more = next(many for many in range(n + 1, n + 2 + _team(config) * each) if _ways(config, many))
-    may = more if less is None else f"{less} or {more}"
-    return UsageError(f"--n {n}: {', '.join(why)}: give {may}")
+    gpus_each = gpus_of(config)
+    causes = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
+    causes += [f"engine.replicas gives each engine {gpus_each}"] if gpus_each > 1 else []
+    nearest_below = next((few for few in range(n - 1, 0, -1) if _ways(config, few)), None)
+    nearest_above = next(many for many in range(n + 1, n + 2 + _team(config) * gpus_each) if _ways(config, many))
+    alternatives = nearest_above if nearest_below is None else f"{nearest_below} or {nearest_above}"
+    return UsageError(f"--n {n}: {', '.join(causes)}: give {alternatives}")
 
 
 def _together(config: RunConfig) -> dict[str, int]:
     """The settings by which GPUs compute layers together."""
-    plan = config.train.parallel
-    widths = (("tensor", plan.tensor), ("context", plan.context), ("expert", plan.expert))
+    parallel = config.train.parallel
+    widths = (("tensor", parallel.tensor), ("context", parallel.context), ("expert", parallel.expert))
     return {name: width for name, width in widths if width > 1}
 
 
 def _team(config: RunConfig) -> int:
     """Return what divides the number of the learner's GPUs: the GPUs that compute a pass, or keep a layer's experts,
     together."""
-    plan = config.train.parallel
-    return math.lcm(plan.tensor * plan.context, plan.expert)
+    parallel = config.train.parallel
+    return math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
 def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
     """Return the memory of a learner. If ranks compute a pass together, its activations are those of one of them: of a
     model with so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are
     counted. Raises ConfigError if they cannot divide the heads."""
-    rows, passes = rows_of(config, work), _passes(config, work)
-    tensor, context = config.train.parallel.tensor, config.train.parallel.context
+    pass_rows, pass_count = rows_of(config, work), _passes(config, work)
+    tensor_width, context = config.train.parallel.tensor, config.train.parallel.context
     # The weights of a tensor-parallel run are shards however they are cut; only activations differ, and these are
     # measured on a narrower model below. Cutting the model itself would need the ranks.
-    budget = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
-    if tensor == 1:
-        return budget
-    described = _described(folder)
-    check_divides("tensor", tensor, described, HEADS)
-    width = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
-    shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
+    whole_budget = held(config.learner, folder, pass_rows, on_gpu=True, passes=pass_count, context=context)
+    if tensor_width == 1:
+        return whole_budget
+    model_fields = _described(folder)
+    check_divides("tensor", tensor_width, model_fields, HEADS)
+    head_dim = model_fields.get("head_dim") or model_fields["hidden_size"] // model_fields["num_attention_heads"]
+    narrow_fields = {
+        name: model_fields[name] // tensor_width for name in (*HEADS, "intermediate_size") if name in model_fields
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
-        part = held(config.learner, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
-    return replace(budget, activations=part.activations, temporary=part.temporary)
+        (Path(scratch) / "config.json").write_text(json.dumps({**model_fields, **narrow_fields, "head_dim": head_dim}))
+        narrow_budget = held(config.learner, Path(scratch), pass_rows, on_gpu=True, passes=pass_count, context=context)
+    return replace(whole_budget, activations=narrow_budget.activations, temporary=narrow_budget.temporary)
 
 
 def of_rank(bytes_: MemoryBudget, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
     """Return the bytes on each of `ranks` ranks: its shard, two layers that are whole at a time, and a pass. Each of
     `tensor` ranks has its part of these layers, and each of `expert` ranks its experts."""
-    apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
+    expert_correction = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
     # Two layers: FSDP gathers the next one while this one computes.
-    gathered = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
-    return bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
+    gathered_bytes = 2 * bytes_.weights / layers * (1 / tensor + expert_correction) if ranks > 1 else 0.0
+    return bytes_.static / ranks + gathered_bytes + bytes_.activations + bytes_.temporary
 
 
 def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
-    folder = model_dir(config.model)
+    model_folder = model_dir(config.model)
 
     def lacking(changed: RunConfig) -> list[str] | None:
         """Return what else has to be set for a run to fit: nothing, or less room for keys and values; None if it
         cannot."""
-        bytes_, ways = _held(changed, folder, work), _ways(changed, n)
-        splits = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
-        if not splits or any(split.fits for split in splits):
-            return [] if splits else None
+        memory_budget, divisions = _held(changed, model_folder, work), _ways(changed, n)
+        gpu_splits = [_split(changed, model_folder, memory_budget, gpu, work, *way) for way in divisions]
+        if not gpu_splits or any(split.fits for split in gpu_splits):
+            return [] if gpu_splits else None
         # The one change that costs no setting of the training: fewer rows at once, and the same numbers.
-        cache_mb = max(int(split.cache_room) >> 20 for split in splits)
+        cache_mb = max(int(split.cache_room) >> 20 for split in gpu_splits)
         if not 0 < cache_mb < changed.engine.kv_cache_mb:
             return None
-        engine = changed.engine.model_copy(update={"kv_cache_mb": cache_mb})
-        less = changed.model_copy(update={"engine": engine})
-        fits = any(_split(less, folder, bytes_, gpu, work, *way).fits for way in ways)
-        return [f"--set engine.kv_cache_mb={cache_mb}"] if fits else None
+        smaller_engine = changed.engine.model_copy(update={"kv_cache_mb": cache_mb})
+        smaller_run = changed.model_copy(update={"engine": smaller_engine})
+        does_fit = any(_split(smaller_run, model_folder, memory_budget, gpu, work, *way).fits for way in divisions)
+        return [f"--set engine.kv_cache_mb={cache_mb}"] if does_fit else None
 
-    turns = _by_turns(config) if n == 1 else None
-    tried: list[tuple[list[str], RunConfig]] = [([], config)]
-    tried += [] if turns is None else [(["--set engine.colocated=true"], turns)]
-    for change in _CHANGES:
-        options = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
-        tried.append((options, config.model_copy(update={"train": config.train.model_copy(update=change)})))
+    turns_config = _by_turns(config) if n == 1 else None
+    candidates: list[tuple[list[str], RunConfig]] = [([], config)]
+    candidates += [] if turns_config is None else [(["--set engine.colocated=true"], turns_config)]
+    for train_change in _CHANGES:
+        change_settings = [f"--set train.{name}={str(value).lower()}" for name, value in train_change.items()]
+        changed_train = config.train.model_copy(update=train_change)
+        candidates.append((change_settings, config.model_copy(update={"train": changed_train})))
     # One change after the other, each from the run as it is: a reader can choose, where one list of all of them would
     # say more than is needed.
-    for settings, changed in tried:
-        more = lacking(changed)
-        if more is not None:
-            yield " ".join([*settings, *more])
+    for settings, candidate in candidates:
+        more_settings = lacking(candidate)
+        if more_settings is not None:
+            yield " ".join([*settings, *more_settings])
 
 
 def _by_turns(config: RunConfig) -> RunConfig | None:
     """The run with engine and learner by turns on one GPU; None if it cannot, or does so anyway."""
     if config.engine.kind == "embedded" or config.engine.colocated:
         return None
-    changed = config.model_copy(update={"engine": config.engine.model_copy(update={"colocated": True})})
+    turns_config = config.model_copy(update={"engine": config.engine.model_copy(update={"colocated": True})})
     try:
         # Through the whole validation: turns on one GPU exclude much, and `model_copy` checks nothing.
-        return from_json(to_json(changed))
+        return from_json(to_json(turns_config))
     except ConfigError:
         return None
 
@@ -503,35 +508,35 @@ def _by_turns(config: RunConfig) -> RunConfig | None:
 def refusal(config: RunConfig, memory_bytes: int, host_bytes: float = math.inf) -> str | None:
     """Why a GPU of so much memory cannot hold the run's learner, or cannot be shared by turns on a machine of so much;
     None if it can, up to what a prediction may be off."""
-    row = min(config.rollout.max_context, config.train.tokens_per_batch)
+    row_tokens = min(config.rollout.max_context, config.train.tokens_per_batch)
     # Only bytes matter here: the efficiencies are not used.
-    work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
-    folder = model_dir(config.model)
-    layers: int = _described(folder)["num_hidden_layers"]
-    parallel, bytes_ = config.train.parallel, _held(config, folder, work)
-    needs = of_rank(bytes_, parallel.ranks, layers, parallel.tensor, parallel.expert)
+    assumed_work = Work(row=row_tokens, sampled=0.5, mfu=1.0, mbu=1.0)
+    model_folder = model_dir(config.model)
+    layer_count: int = _described(model_folder)["num_hidden_layers"]
+    parallel, memory_budget = config.train.parallel, _held(config, model_folder, assumed_work)
+    needed_bytes = of_rank(memory_budget, parallel.ranks, layer_count, parallel.tensor, parallel.expert)
     # In favour of the run: a refusal that is wrong costs somebody his run, a start that is wrong an error some
     # minutes later.
-    if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
-        return _no_turns(config, bytes_, memory_bytes, host_bytes) if config.engine.colocated else None
+    if needed_bytes <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
+        return _no_turns(config, memory_budget, memory_bytes, host_bytes) if config.engine.colocated else None
     return (
-        f"a step of the learner needs {needs / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl plan "
-        "RUN.toml` says what to change"
+        f"a step of the learner needs {needed_bytes / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl "
+        "plan RUN.toml` says what to change"
     )
 
 
 def _no_turns(config: RunConfig, bytes_: MemoryBudget, memory_bytes: int, host_bytes: float) -> str | None:
     """Why engine and learner cannot take turns."""
-    kv_mb, wide = config.engine.kv_cache_mb, 4 if config.engine.dtype == "float32" else 2
-    engine, waiting = wide * bytes_.parameters + (kv_mb << 20), _waiting(config, bytes_)
-    if engine > memory_bytes:
+    kv_mb, weight_width = config.engine.kv_cache_mb, 4 if config.engine.dtype == "float32" else 2
+    engine_bytes, waiting_bytes = weight_width * bytes_.parameters + (kv_mb << 20), _waiting(config, bytes_)
+    if engine_bytes > memory_bytes:
         return (
-            f"the engine needs {engine / GB:.1f} GB when it is awake and the GPU has {memory_bytes / GB:.1f}: lower "
-            f"engine.kv_cache_mb = {kv_mb}, or give engine.dtype = 'bfloat16'"
+            f"the engine needs {engine_bytes / GB:.1f} GB when it is awake and the GPU has {memory_bytes / GB:.1f}: "
+            f"lower engine.kv_cache_mb = {kv_mb}, or give engine.dtype = 'bfloat16'"
         )
-    if waiting > host_bytes:
+    if waiting_bytes > host_bytes:
         return (
-            f"by turns (engine.colocated) {waiting / GB:.1f} GB of host memory wait for the GPU and "
+            f"by turns (engine.colocated) {waiting_bytes / GB:.1f} GB of host memory wait for the GPU and "
             f"{host_bytes / GB:.1f} are free: give train.lora_rank, or engine.colocated = false and a second GPU"
         )
     return None
@@ -541,10 +546,10 @@ def main() -> None:
     """Read a run's configuration from standard input, and print why its GPU cannot hold its learner, if so."""
     # A process of its own, since this loads torch and a model's configuration: the supervisor that asks has neither,
     # and must not die of an error in here (`test_a_prediction_that_fails_stops_no_run`).
-    config = from_json(sys.stdin.read())
-    if (gpus := config.train.gpus) and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(gpus[0]).total_memory
-        print(refusal(config, memory, free_memory_bytes()) or "", end="")
+    run_config = from_json(sys.stdin.read())
+    if (gpus := run_config.train.gpus) and torch.cuda.is_available():
+        memory_bytes = torch.cuda.get_device_properties(gpus[0]).total_memory
+        print(refusal(run_config, memory_bytes, free_memory_bytes()) or "", end="")
 
 
 if __name__ == "__main__":

@@ -53,27 +53,27 @@ def measure(
     their learner waits for the last episodes on slots that empty. `returns` tell which groups give no signal. Raises
     UsageError if the run is too short."""
     start_up = start_up_steps(buffer) if start_up is None else start_up
-    last = end - max(buffer.max_lag, _WAITS_FOR_LATE)
-    rows = [row for row in store.metrics.values("step") if start_up < row.step <= last]
-    groups = _groups(store.metrics.episode_times(newest), store.metrics.silent_groups(newest, returns))
-    if len(rows) < _FEWEST or len(groups) < _FEWEST:
-        steps = f"{len(rows)} steps between the first {start_up} and the last {end - last}"
-        counted = f"{len(groups)} finished groups and {steps}"
-        run, more = store.path.parent, 2 * _FEWEST + end - last + (rows[-1].step if rows else start_up)
-        go_on = f"agentrl train --resume {run} --set train.steps={more}"
-        raise UsageError(f"{run}: {counted}; a simulation needs {_FEWEST} of each: go on with {go_on}")
+    last_step = end - max(buffer.max_lag, _WAITS_FOR_LATE)
+    rows = [row for row in store.metrics.values("step") if start_up < row.step <= last_step]
+    group_plays = _groups(store.metrics.episode_times(newest), store.metrics.silent_groups(newest, returns))
+    if len(rows) < _FEWEST or len(group_plays) < _FEWEST:
+        steps_text = f"{len(rows)} steps between the first {start_up} and the last {end - last_step}"
+        counts_text = f"{len(group_plays)} finished groups and {steps_text}"
+        run_folder, more = store.path.parent, 2 * _FEWEST + end - last_step + (rows[-1].step if rows else start_up)
+        command = f"agentrl train --resume {run_folder} --set train.steps={more}"
+        raise UsageError(f"{run_folder}: {counts_text}; a simulation needs {_FEWEST} of each: go on with {command}")
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
-    tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
+    token_counts = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
     taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
-    took = [idle_s + other for idle_s, other in zip(idle[1:], busy[1:], strict=True)]
+    step_seconds = [idle_s + busy_s for idle_s, busy_s in zip(idle[1:], busy[1:], strict=True)]
     # The median: a checkpoint, an evaluation or a paused machine between two steps is rare and long, and would move a
     # mean.
-    between = statistics.median(gap - step_s for gap, step_s in zip(gaps, took, strict=False)) if gaps else 0.0
+    between = statistics.median(gap - step_s for gap, step_s in zip(gaps, step_seconds, strict=False)) if gaps else 0.0
     return MeasuredRun(
-        episodes=Measured(groups),
-        steps=MeasuredSteps.fit(list(zip(tokens, busy, strict=True))),
+        episodes=Measured(group_plays),
+        steps=MeasuredSteps.fit(list(zip(token_counts, busy, strict=True))),
         push_s=statistics.median(store.metrics.push_times() or [0.0]),
         between_s=max(0.0, between),
         idle=sum(idle) / (sum(idle) + sum(busy)) if any(idle) or any(busy) else 0.0,
@@ -86,7 +86,7 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
     time before the end are left out: of these only the short episodes may have ended."""
     if not episodes:
         return []
-    last = max(episode.ended_s for episode in episodes) - max(
+    last_start = max(episode.ended_s for episode in episodes) - max(
         episode.ended_s - episode.started_s for episode in episodes
     )
     groups: defaultdict[int, list[EpisodeTimes]] = defaultdict(list)
@@ -95,7 +95,7 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
     # Censoring: at the end of a run the episodes that have ended are the short ones of those that began. With them a
     # simulation would play a faster environment
     # (`test_groups_of_the_last_moments_are_left_out_because_only_their_short_episodes_have_ended`).
-    begun_in_time = [group for group in groups.values() if min(episode.started_s for episode in group) <= last]
+    begun_in_time = [group for group in groups.values() if min(episode.started_s for episode in group) <= last_start]
     return [
         [_play(episode, episode.group_id in silent) for episode in group] for group in begun_in_time if len(group) > 1
     ]
@@ -109,5 +109,5 @@ def _play(episode: EpisodeTimes, silent: bool) -> Play:
     def inside(time_s: float) -> float:
         return min(max(time_s - episode.started_s, 0.0), duration_s)
 
-    turns = tuple((inside(start), inside(end), n) for start, end, n in episode.turns)
-    return Play(duration_s, turns, sum(n for *_, n in turns), episode.scored and bool(turns), silent)
+    play_turns = tuple((inside(start), inside(end), n) for start, end, n in episode.turns)
+    return Play(duration_s, play_turns, sum(n for *_, n in play_turns), episode.scored and bool(play_turns), silent)

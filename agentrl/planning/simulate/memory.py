@@ -105,7 +105,7 @@ class MemoryBuffer:
         if self.running_episodes >= bounds.max_running:  # the usual answer, without the way to it
             return []
         counts = self.counts
-        n = admissible_groups(
+        group_count = admissible_groups(
             Load(
                 running_episodes=self.running_episodes,
                 running_groups=counts[GroupState.WAITING] + counts[GroupState.RUNNING],
@@ -114,12 +114,12 @@ class MemoryBuffer:
             bounds,
             step=self.step,
         )
-        return [self._start(bounds.group_size) for _ in range(n)]
+        return [self._start(bounds.group_size) for _ in range(group_count)]
 
     def _start(self, size: int) -> SimulatedGroup:
         self._groups += 1
         group = SimulatedGroup(self._groups, [], started_step=self.step, open=size)
-        group.members = [SimulatedMember(self._episodes + place, group) for place in range(1, size + 1)]
+        group.members = [SimulatedMember(self._episodes + position, group) for position in range(1, size + 1)]
         self._episodes += size
         self._waiting.extend(group.members)
         self.running_episodes += size
@@ -128,17 +128,17 @@ class MemoryBuffer:
 
     def claim(self, limit: int, now: float) -> list[SimulatedMember]:
         """Claim up to `limit` members to play, oldest group first."""
-        claimed: list[SimulatedMember] = []
-        while self._waiting and len(claimed) < limit:
+        claimed_members: list[SimulatedMember] = []
+        while self._waiting and len(claimed_members) < limit:
             member = self._waiting.popleft()
             if member.ended:
                 continue
-            claimed.append(member)
+            claimed_members.append(member)
             if member.group.state is GroupState.WAITING:
                 self._move(member.group, GroupState.RUNNING)
                 member.group.started_s = now
                 self._started.append(member.group)
-        return claimed
+        return claimed_members
 
     def finish(
         self, member: SimulatedMember, now: float, *, newest: int | None, oldest: int | None, scored: bool
@@ -167,8 +167,8 @@ class MemoryBuffer:
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
         """Close and expire as `GroupBuffer.expire` does. Groups are checked in the order in which they became quorate,
         up to the first that stays open: with every policy of ours those behind it do too."""
-        closed = {group.id: group for group in self._overdue(now - group_deadline_s) if _judged(group)}
-        over = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed]
+        closed_groups = {group.id: group for group in self._overdue(now - group_deadline_s) if _judged(group)}
+        expired_groups = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed_groups]
         while self._quorate:
             group = self._quorate[0]
             # The first one that stays open ends the look: they became quorate in this order, so each later one has
@@ -176,26 +176,28 @@ class MemoryBuffer:
             if group.running and not close_policy.closes(group.scored_s, now):
                 break
             if group.running:
-                closed[group.id] = group
+                closed_groups[group.id] = group
             self._quorate.popleft()
-        late: list[SimulatedMember] = []
+        late_members: list[SimulatedMember] = []
         while self._late and self._late[0][0] < now - 2 * group_deadline_s:
             member = heapq.heappop(self._late)[-1]
             if not member.ended:
-                late.append(member)
+                late_members.append(member)
         # In the order of ids, as the store's rows come: which group is closed first decides which is taken first.
-        for id in sorted(closed):
-            self._close(closed[id])
-        for group in over:
+        for group_id in sorted(closed_groups):
+            self._close(closed_groups[group_id])
+        for group in expired_groups:
             for member in group.members:
                 if not member.ended:
                     self._end(member)
             self._move(group, GroupState.EXPIRED)
-        for member in late:
+        for member in late_members:
             self._end(member)
             member.left = True
         return Expired(
-            tuple(sorted(closed)), tuple(group.id for group in over), tuple(sorted(member.id for member in late))
+            tuple(sorted(closed_groups)),
+            tuple(group.id for group in expired_groups),
+            tuple(sorted(member.id for member in late_members)),
         )
 
     def _oldest_open(self) -> SimulatedGroup | None:
@@ -205,36 +207,36 @@ class MemoryBuffer:
 
     def _overdue(self, before: float) -> list[SimulatedGroup]:
         self._oldest_open()
-        overdue: list[SimulatedGroup] = []
+        overdue_groups: list[SimulatedGroup] = []
         for group in self._started:
             if group.started_s >= before:
                 break
             if group.running:
-                overdue.append(group)
-        return overdue
+                overdue_groups.append(group)
+        return overdue_groups
 
     def at_bound(
         self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[SimulatedMember], int | None]
     ) -> AtBound:
         """The work at the lag bound, as `GroupBuffer.at_bound`, but `episodes` is 1 for any number. `acts`: the step of
         the newest token of an open member that samples none now; None of one that does, or has none."""
-        oldest = edge(step, max_lag)
-        groups = list(self._groups_at_bound(oldest))
+        oldest_step = edge(step, max_lag)
+        bound_groups = list(self._groups_at_bound(oldest_step))
 
         def waits(member: SimulatedMember) -> bool:
             if member.ended:
                 return False
-            if member.group.running and _waits(member.group, oldest, quorum):
+            if member.group.running and _waits(member.group, oldest_step, quorum):
                 return True
             made_at = acts(member)
-            return made_at is not None and made_at <= oldest
+            return made_at is not None and made_at <= oldest_step
 
         # The member that was waited for the last time mostly still is: without this memory each look would go over
         # all running groups.
         if self._blocks is None or not waits(self._blocks):
-            open_members = (member for group in groups for member in group.members)
+            open_members = (member for group in bound_groups for member in group.members)
             self._blocks = next(filter(waits, chain(open_members, self._late_open.values())), None)
-        closable = sum(quorum is not None and len(group.scored_s) >= quorum for group in groups)
+        closable = sum(quorum is not None and len(group.scored_s) >= quorum for group in bound_groups)
         return AtBound(int(self._blocks is not None), closable)
 
     def _groups_at_bound(self, oldest: int) -> Iterator[SimulatedGroup]:
@@ -254,73 +256,76 @@ class MemoryBuffer:
         Running groups at the lag bound close early if they have `close_at_bound` scored members each and make up the
         number."""
         if n and close_at_bound is not None:
-            closable = [
+            closable_groups = [
                 group
                 for group in self._groups_at_bound(edge(step, max_lag))
                 if _judged(group) and len(group.scored_s) >= close_at_bound
             ]
-            if closable and self._ready(step, max_lag) + len(closable) >= n:
-                for group in closable:
+            if closable_groups and self._ready(step, max_lag) + len(closable_groups) >= n:
+                for group in closable_groups:
                     self._close(group)
-        late, self._late_ended = self._late_ended, []
-        stale = self._check(step, max_lag)
+        late_members, self._late_ended = self._late_ended, []
+        stale_groups = self._check(step, max_lag)
         self.skipped = self._skip(step, skip_at_most)
-        for group in stale + self.skipped:  # what ended late in one of these is offered from the next call on
+        for group in stale_groups + self.skipped:  # what ended late in one of these is offered from the next call on
             del self._scored[group.id]
             self._move(group, GroupState.EXPIRED)
             self._late_ended += [member for member in group.members if member.late and member.ended and not member.left]
-        enough_taken = len(self._fresh) >= n if n else any(member.trains(step, max_lag) for member in late)
+        enough_taken = len(self._fresh) >= n if n else any(member.trains(step, max_lag) for member in late_members)
         if not enough_taken:
-            self._late_ended = late + self._late_ended
+            self._late_ended = late_members + self._late_ended
             return None
-        taken, self._fresh = [self._scored[id] for id in self._fresh[:n]], self._fresh[n:]
-        by_group: dict[int, list[SimulatedMember]] = {}
-        for member in sorted(late, key=lambda member: member.id):
-            by_group.setdefault(member.group.id, []).append(member)
-        for group in taken:
+        taken_groups, self._fresh = [self._scored[group_id] for group_id in self._fresh[:n]], self._fresh[n:]
+        late_by_group: dict[int, list[SimulatedMember]] = {}
+        for member in sorted(late_members, key=lambda member: member.id):
+            late_by_group.setdefault(member.group.id, []).append(member)
+        for group in taken_groups:
             del self._scored[group.id]
             self._move(group, GroupState.TAKEN)
-        ended = [[member for member in group.members if member.ended] for group in taken]
-        return [_leave(members, step, max_lag) for members in (*ended, *by_group.values())]
+        ended_members = [[member for member in group.members if member.ended] for group in taken_groups]
+        return [_leave(members, step, max_lag) for members in (*ended_members, *late_by_group.values())]
 
     def _ready(self, step: int, max_lag: int) -> int:
         """How many closed groups `step` may take."""
         if step != self._checked:
             return sum(self._trains(group, step, max_lag) for group in self._scored.values())
-        return len(self._fresh) + sum(self._trains(self._scored[id], step, max_lag) for id in self._unchecked)
+        return len(self._fresh) + sum(
+            self._trains(self._scored[group_id], step, max_lag) for group_id in self._unchecked
+        )
 
     def _check(self, step: int, max_lag: int) -> list[SimulatedGroup]:
         """The groups without a member that `step` may train; the others are in `_fresh` afterwards."""
         if step != self._checked:
             self._checked, self._unchecked, self._fresh = step, list(self._scored), []
-        stale: list[SimulatedGroup] = []
-        for id in self._unchecked:
-            group = self._scored[id]
+        stale_groups: list[SimulatedGroup] = []
+        for group_id in self._unchecked:
+            group = self._scored[group_id]
             if self._trains(group, step, max_lag):
                 # Sorted by id, which is the order of admission: the oldest leave first, as `buffer.order = "oldest"`
                 # has it.
-                insort(self._fresh, id)
+                insort(self._fresh, group_id)
             else:
-                stale.append(group)
+                stale_groups.append(group)
         self._unchecked = []
-        return stale
+        return stale_groups
 
     def _skip(self, step: int, at_most: int) -> list[SimulatedGroup]:
         """Remove the oldest groups without signal from the fresh ones, and return them. For one `step` all calls
         together remove `at_most`."""
-        silent = [id for id in self._fresh if self._scored[id].silent][: max(0, at_most - self._skips[step])]
-        if silent:
-            self._skips = Counter({step: self._skips[step] + len(silent)})
-            self._fresh = [id for id in self._fresh if id not in silent]
-        return [self._scored[id] for id in silent]
+        silent_ids = [group_id for group_id in self._fresh if self._scored[group_id].silent]
+        silent_ids = silent_ids[: max(0, at_most - self._skips[step])]
+        if silent_ids:
+            self._skips = Counter({step: self._skips[step] + len(silent_ids)})
+            self._fresh = [group_id for group_id in self._fresh if group_id not in silent_ids]
+        return [self._scored[group_id] for group_id in silent_ids]
 
     def _trains(self, group: SimulatedGroup, step: int, max_lag: int) -> bool:
         return any(member.trains(step, max_lag) for member in group.members)
 
     def _close(self, group: SimulatedGroup) -> None:
-        judged = _judged(group)
-        self._move(group, GroupState.SCORED if judged else GroupState.FAILED)
-        if judged:
+        is_judged = _judged(group)
+        self._move(group, GroupState.SCORED if is_judged else GroupState.FAILED)
+        if is_judged:
             group.recorded = frozenset(member.id for member in group.members if member.scored)
             self._scored[group.id] = group
             self._unchecked.append(group.id)
@@ -344,8 +349,8 @@ class MemoryBuffer:
 
 def _waits(group: SimulatedGroup, oldest: int, quorum: int | None) -> bool:
     """Whether a running group has too few scored members to close, and one of them with no token after `oldest`."""
-    few = quorum is None or len(group.scored_s) < quorum
-    return few and any(
+    has_too_few = quorum is None or len(group.scored_s) < quorum
+    return has_too_few and any(
         member.scored and member.newest is not None and member.newest <= oldest for member in group.members
     )
 
@@ -355,13 +360,13 @@ def _judged(group: SimulatedGroup) -> bool:
 
 
 def _leave(members: Iterable[SimulatedMember], step: int, max_lag: int) -> Taken:
-    trained: list[SimulatedMember] = []
-    left_out: list[SimulatedMember] = []
+    trained_members: list[SimulatedMember] = []
+    others_left_out: list[SimulatedMember] = []
     for member in members:
-        (trained if member.trains(step, max_lag) else left_out).append(member)
+        (trained_members if member.trains(step, max_lag) else others_left_out).append(member)
         member.left = True
-    group = (trained or left_out)[0].group
-    return Taken(group, trained, left_out)
+    group = (trained_members or others_left_out)[0].group
+    return Taken(group, trained_members, others_left_out)
 
 
 def ids(members: Sequence[SimulatedMember]) -> list[int]:

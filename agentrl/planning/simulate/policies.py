@@ -31,18 +31,20 @@ def parse_close(text: str, group_size: int) -> tuple[str, ClosePolicy]:
     waited for the others. Raises UsageError."""
     if text == "full":
         return text, FULL
-    match = re.fullmatch(r"(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d*)?))?", text)
-    if match is None or match[2] == "0":
+    close_match = re.fullmatch(r"(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d*)?))?", text)
+    if close_match is None or close_match[2] == "0":
         raise UsageError(f"--close {text!r} is not known: give full, 7/8, or 7/8@10 to wait 10 s more")
-    share = match[2] is not None
-    k = math.ceil(int(match[1]) * group_size / int(match[2])) if share else int(match[1])
-    if share and k == group_size and int(match[1]) < int(match[2]):
-        k -= 1  # a small group's quorum leaves one out as well
+    is_share = close_match[2] is not None
+    quorum_size = math.ceil(int(close_match[1]) * group_size / int(close_match[2])) if is_share else int(close_match[1])
+    if is_share and quorum_size == group_size and int(close_match[1]) < int(close_match[2]):
+        quorum_size -= 1  # a small group's quorum leaves one out as well
     # One scored member has nobody to be compared with.
-    if not 2 <= k <= group_size:
-        raise UsageError(f"--close {text!r} makes a quorum of {k}: it must be from 2 to the group's {group_size}")
-    after_s = float(match[3] or 0.0)
-    return f"{k} of {group_size}" + (f" + {after_s:g} s" if after_s else ""), Quorum(k, after_s)
+    if not 2 <= quorum_size <= group_size:
+        raise UsageError(
+            f"--close {text!r} makes a quorum of {quorum_size}: it must be from 2 to the group's {group_size}"
+        )
+    after_s = float(close_match[3] or 0.0)
+    return f"{quorum_size} of {group_size}" + (f" + {after_s:g} s" if after_s else ""), Quorum(quorum_size, after_s)
 
 
 def policies(max_lag: int, closes: list[tuple[str, ClosePolicy]], *, wait: float = math.inf) -> list[Policy]:

@@ -104,8 +104,8 @@ class IndependentEpisodes:
         return [self._play(min(self.draw(chance), self.deadline_s)) for _ in range(size)]
 
     def _play(self, duration_s: float) -> Play:
-        tokens = max(1, round(duration_s / self.mean_s * _TOKENS_A_MEAN))
-        return Play(duration_s, ((0.0, duration_s, tokens),), tokens)
+        token_count = max(1, round(duration_s / self.mean_s * _TOKENS_A_MEAN))
+        return Play(duration_s, ((0.0, duration_s, token_count),), token_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,9 @@ class Measured:
     def group(self, size: int, chance: Random) -> list[Play]:
         # Whole groups are drawn, and not single episodes: siblings play one task and take times that are alike. Drawn
         # apart, every group would hold one straggler, and waiting for all would look far worse than it is.
-        members = list(chance.choice(self.groups))
-        chance.shuffle(members)
-        return members[:size] + chance.choices(members, k=max(0, size - len(members)))
+        group_plays = list(chance.choice(self.groups))
+        chance.shuffle(group_plays)
+        return group_plays[:size] + chance.choices(group_plays, k=max(0, size - len(group_plays)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +152,21 @@ class MeasuredSteps:
     @classmethod
     def fit(cls, steps: Sequence[tuple[int, float]]) -> MeasuredSteps:
         """Through (tokens, seconds) by least squares. Neither base nor slope is below 0."""
-        n = len(steps)
-        mean_tokens, mean_s = sum(tokens for tokens, _ in steps) / n, sum(seconds for _, seconds in steps) / n
+        step_count = len(steps)
+        mean_tokens = sum(tokens for tokens, _ in steps) / step_count
+        mean_s = sum(seconds for _, seconds in steps) / step_count
         spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in steps)
         slope = sum((tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds in steps) / spread if spread else 0
         # Steps with more tokens that were shorter are chance
         # (`test_steps_that_got_shorter_with_more_tokens_have_no_slope`), and a base below 0 would give negative times
         # for small steps.
         slope = min(max(slope, 0.0), mean_s / mean_tokens if mean_tokens else 0.0)
-        base = max(mean_s - slope * mean_tokens, 0.0)
-        fitted = [base + slope * tokens for tokens, _ in steps]
+        base_s = max(mean_s - slope * mean_tokens, 0.0)
+        fitted_seconds = [base_s + slope * tokens for tokens, _ in steps]
         # As factors: a step that is twice as large is also twice as far off.
-        deviations = [seconds / line if line else 1.0 for line, (_, seconds) in zip(fitted, steps, strict=True)]
-        return cls(base, slope, deviations)
+        pairs = zip(fitted_seconds, steps, strict=True)
+        deviations = [seconds / fitted_s if fitted_s else 1.0 for fitted_s, (_, seconds) in pairs]
+        return cls(base_s, slope, deviations)
 
 
 _FORMS = "lognormal:SIGMA[:MEAN_S], pareto:ALPHA[:MEAN_S], constant:MEAN_S, or a product such as lognormal:1*pareto:1.5"
@@ -175,31 +177,31 @@ def parse_episodes(text: str, *, deadline_s: float = math.inf) -> IndependentEpi
     factors, such as two roles' tails. Raises UsageError."""
     factors = [_factor(part.strip(), text) for part in text.split("*")]
     draws = tuple(draw for draw, _ in factors)
-    mean_s = math.prod(mean for _, mean in factors)
+    mean_s = math.prod(factor_mean for _, factor_mean in factors)
     return IndependentEpisodes(draws[0] if len(draws) == 1 else _Product(draws), mean_s, deadline_s)
 
 
 def _factor(part: str, whole: str) -> tuple[Draw, float]:
-    kind, *texts = part.split(":")
-    numbers = [float(text) for text in texts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text)]
-    if len(numbers) != len(texts) or any(number <= 0 for number in numbers):
+    kind, *number_texts = part.split(":")
+    numbers = [float(number_text) for number_text in number_texts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number_text)]
+    if len(numbers) != len(number_texts) or any(number <= 0 for number in numbers):
         raise UsageError(f"--episode {whole!r}: its numbers must be above 0, as 1.5; give {_FORMS}")
     match kind, numbers:
-        case "lognormal", [sigma, *rest] if len(rest) <= 1:
+        case "lognormal", [sigma, *mean_option] if len(mean_option) <= 1:
             if sigma > 5:  # the median is then 4e-6 of the mean
                 raise UsageError(
                     f"--episode {whole!r}: sigma {sigma:g} is too large; give lognormal:SIGMA of at most 5"
                 )
-            mean = rest[0] if rest else 1.0
+            mean_s = mean_option[0] if mean_option else 1.0
             # exp(mu + sigma² / 2) is the mean, which is what the user gives: with mu alone, a longer tail would be a
             # slower environment as well.
-            return _Lognormal(math.log(mean) - sigma * sigma / 2, sigma), mean
-        case "pareto", [alpha, *rest] if len(rest) <= 1:
+            return _Lognormal(math.log(mean_s) - sigma * sigma / 2, sigma), mean_s
+        case "pareto", [alpha, *mean_option] if len(mean_option) <= 1:
             if alpha <= 1:
                 raise UsageError(f"--episode {whole!r}: a Pareto tail of alpha {alpha:g} has no mean; give one above 1")
-            mean = rest[0] if rest else 1.0
-            return _Pareto(mean * (alpha - 1) / alpha, alpha), mean
-        case "constant", [mean]:
-            return _Same(mean), mean
+            mean_s = mean_option[0] if mean_option else 1.0
+            return _Pareto(mean_s * (alpha - 1) / alpha, alpha), mean_s
+        case "constant", [mean_s]:
+            return _Same(mean_s), mean_s
         case _:
             raise UsageError(f"--episode {whole!r} is not known: give {_FORMS}")

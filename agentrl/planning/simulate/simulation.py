@@ -155,10 +155,11 @@ class Simulation:
         self._held_before_s = 0.0  # of the start-up
         self._idle_s = self._busy_s = self._measured_from = 0.0
         self._trained = 0
-        first = start_up * world.groups_per_step
+        cohort_start = start_up * world.groups_per_step
         # Counted by admission and not by step: a group that is dropped never meets a step, and would be missing in
         # exactly the number that a policy is judged by.
-        self._cohort = range(first + 1, max(first + 2, (steps - policy.max_lag - 1) * world.groups_per_step + 1))
+        cohort_end = (steps - policy.max_lag - 1) * world.groups_per_step
+        self._cohort = range(cohort_start + 1, max(cohort_start + 2, cohort_end + 1))
         self._sums = _Tally()
 
     def run(self) -> SimulationResult:
@@ -198,15 +199,15 @@ class Simulation:
         if self._free <= 0:
             return
         for group in self._buffer.admit(self._bounds):
-            plays = self._world.episodes.group(len(group.members), self._plays)
-            self._play.update(zip((member.id for member in group.members), plays, strict=True))
-            group.silent = plays[0].silent
+            group_plays = self._world.episodes.group(len(group.members), self._plays)
+            self._play.update(zip((member.id for member in group.members), group_plays, strict=True))
+            group.silent = group_plays[0].silent
             if group.id in self._cohort:
-                self._sums.episodes += len(plays)
-                self._sums.tokens += sum(play.tokens for play in plays)
-                self._sums.seconds += sum(play.duration_s for play in plays)
-                self._sums.scored += sum(play.scored for play in plays)
-                for member, play in zip(group.members, plays, strict=True):
+                self._sums.episodes += len(group_plays)
+                self._sums.tokens += sum(play.tokens for play in group_plays)
+                self._sums.seconds += sum(play.duration_s for play in group_plays)
+                self._sums.scored += sum(play.scored for play in group_plays)
+                for member, play in zip(group.members, group_plays, strict=True):
                     if play.scored:
                         self._sums.members[member.id] = _Length(play.duration_s, play.tokens)
         self._claim()
@@ -225,83 +226,89 @@ class Simulation:
         if member.ended:  # it expired, or was cancelled
             return
         self._free += 1
-        play, group = self._play[member.id], member.group
-        spans = self._sampled(member)
-        self._spans[member.id] = spans
-        newest, oldest = (spans[-1][0], spans[0][0]) if spans else (None, None)
-        self._buffer.finish(member, self._now, newest=newest, oldest=oldest, scored=play.scored)
+        member_play, group = self._play[member.id], member.group
+        member_spans = self._sampled(member)
+        self._spans[member.id] = member_spans
+        newest_step, oldest_step = (member_spans[-1][0], member_spans[0][0]) if member_spans else (None, None)
+        self._buffer.finish(member, self._now, newest=newest_step, oldest=oldest_step, scored=member_play.scored)
         if group.id in self._cohort:
-            fresh = sum(n for sampled_step, n in spans if self._step - sampled_step <= self._policy.max_lag)
-            self._too_old[member.id] = play.tokens - fresh
-            self._sums.unavoidable += play.tokens - fresh
-            if play.scored:
-                self._sums.members[member.id] = _Length(play.duration_s, play.tokens, fresh)
-        policy = self._policy.close
-        if play.scored and group.running and len(group.scored_s) == policy.at_least:
+            oldest_fresh = self._step - self._policy.max_lag
+            fresh_tokens = sum(count for sampled_step, count in member_spans if sampled_step >= oldest_fresh)
+            self._too_old[member.id] = member_play.tokens - fresh_tokens
+            self._sums.unavoidable += member_play.tokens - fresh_tokens
+            if member_play.scored:
+                self._sums.members[member.id] = _Length(member_play.duration_s, member_play.tokens, fresh_tokens)
+        close_policy = self._policy.close
+        if member_play.scored and group.running and len(group.scored_s) == close_policy.at_least:
             self._buffer.quorate(group)
-            after_s: float = getattr(policy, "after_s", 0.0)
+            after_s: float = getattr(close_policy, "after_s", 0.0)
             if after_s:
                 self._at(self._now + after_s + _ALMOST, "timer")
             else:
                 self._expire()
 
     def _expire(self) -> None:
-        running = self._buffer.running_episodes
+        running_before = self._buffer.running_episodes
         self._buffer.expire(self._now, self._world.group_deadline_s, close_policy=self._policy.close)
-        self._free += running - self._buffer.running_episodes
+        self._free += running_before - self._buffer.running_episodes
 
     def _sampled(self, member: SimulatedMember) -> Spans:
         """Return the weights that sampled the tokens of an episode: each token the ones that were served when it
         began."""
-        served, began, play = self._served, self._began[member.id], self._play[member.id]
-        spans: Spans = []
-        for start_s, end_s, n in play.turns:
-            start, end = began + start_s, began + end_s
+        served_at, began_at, member_play = self._served, self._began[member.id], self._play[member.id]
+        member_spans: Spans = []
+        for start_s, end_s, token_count in member_play.turns:
+            turn_start, turn_end = began_at + start_s, began_at + end_s
             # Weights that arrive in the moment a token begins count for it; those that arrive as the last one ends do
             # not.
-            first, last = bisect_right(served, start) - 1, bisect_left(served, end) - 1
-            if last <= first:  # its weights never changed
-                spans.append((first, n))
+            first_version, last_version = bisect_right(served_at, turn_start) - 1, bisect_left(served_at, turn_end) - 1
+            if last_version <= first_version:  # its weights never changed
+                member_spans.append((first_version, token_count))
                 continue
-            done = 0
-            for version in range(first + 1, last + 1):
+            done_tokens = 0
+            for version in range(first_version + 1, last_version + 1):
                 # Tokens are spread evenly over a turn: one that has begun is finished under the old weights, hence
                 # `ceil`.
-                cut = min(n, math.ceil((served[version] - start) / (end - start) * n))
-                if cut > done:
-                    spans.append((version - 1, cut - done))
-                done = cut
-            if n > done:
-                spans.append((last, n - done))
-        return spans
+                turn_share = (served_at[version] - turn_start) / (turn_end - turn_start)
+                tokens_before = min(token_count, math.ceil(turn_share * token_count))
+                if tokens_before > done_tokens:
+                    member_spans.append((version - 1, tokens_before - done_tokens))
+                done_tokens = tokens_before
+            if token_count > done_tokens:
+                member_spans.append((last_version, token_count - done_tokens))
+        return member_spans
 
     # --- the learner
 
     def _take(self) -> None:
-        step, n, policy = self._step + 1, self._world.groups_per_step, self._policy
-        least = self._least(step)
-        if least == -1:
+        next_step, group_count, policy = self._step + 1, self._world.groups_per_step, self._policy
+        least_members = self._least(next_step)
+        if least_members == -1:
             return
-        taken = self._buffer.take(
-            step, n, max_lag=policy.max_lag, close_at_bound=least, skip_at_most=self._skip_at_most
+        taken_groups = self._buffer.take(
+            next_step,
+            group_count,
+            max_lag=policy.max_lag,
+            close_at_bound=least_members,
+            skip_at_most=self._skip_at_most,
         )
         self._note_skipped()
-        if taken is None:
+        if taken_groups is None:
             return
         self._step += 1
-        tokens, episodes = self._note_taken(taken)
-        busy_s = self._world.learner.seconds(tokens, self._learner_chance)
+        token_count, episode_count = self._note_taken(taken_groups)
+        busy_s = self._world.learner.seconds(token_count, self._learner_chance)
         # A push overlaps the step that follows it, and that step's end waits for it: two pushes are never under way
         # at once.
-        ends = max(self._now + busy_s, self._pushed_at)  # a push under way is waited for
+        ends_at = max(self._now + busy_s, self._pushed_at)  # a push under way is waited for
         if self._patience is not None:
             self._patience.worked(busy_s)
         if self._step > self._start_up:
-            self._idle_s += ends - busy_s - self._waits_since
+            self._idle_s += ends_at - busy_s - self._waits_since
             self._busy_s += busy_s
-            self._trained += episodes
+            self._trained += episode_count
         self._busy = True
-        self._at(ends + self._world.between_s, "step")
+        self._at(ends_at + self._world.between_s, "step")
 
     def _least(self, step: int) -> int | None:
         """Return the number of scored members with which a group at the lag bound closes for `step`; -1: the learner
@@ -309,30 +316,32 @@ class Simulation:
         policy, patience = self._policy, self._patience
         if patience is None:
             return None
-        buffer, waits = self._buffer, False
+        buffer, must_wait = self._buffer, False
         if buffer.counts[GroupState.SCORED] + buffer.quorate_groups >= self._world.groups_per_step:
-            bound = buffer.at_bound(step, max_lag=policy.max_lag, quorum=policy.quorum, acts=self._newest_of_waiting)
-            ready = buffer.counts[GroupState.SCORED] + bound.closable >= self._world.groups_per_step
-            waits = ready and bound.episodes > 0
-        waited = patience.ends_s
-        if patience.holds(waits, self._now):
-            if waited == math.inf > patience.ends_s:
+            bound_work = buffer.at_bound(
+                step, max_lag=policy.max_lag, quorum=policy.quorum, acts=self._newest_of_waiting
+            )
+            has_enough = buffer.counts[GroupState.SCORED] + bound_work.closable >= self._world.groups_per_step
+            must_wait = has_enough and bound_work.episodes > 0
+        waited_until = patience.ends_s
+        if patience.holds(must_wait, self._now):
+            if waited_until == math.inf > patience.ends_s:
                 self._at(patience.ends_s + _ALMOST, "timer")
             return -1
-        return 0 if waits else policy.quorum
+        return 0 if must_wait else policy.quorum
 
     def _newest_of_waiting(self, member: SimulatedMember) -> int | None:
         """The step of a member's newest token, if it has some and samples none now."""
-        began = self._began.get(member.id)
-        if began is None:
+        began_at = self._began.get(member.id)
+        if began_at is None:
             return None
-        ends: float | None = None
+        last_end: float | None = None
         for start_s, end_s, _ in self._play[member.id].turns:
-            if began + start_s <= self._now < began + end_s:
+            if began_at + start_s <= self._now < began_at + end_s:
                 return None
-            if began + end_s <= self._now:
-                ends = began + end_s
-        return None if ends is None else bisect_left(self._served, ends) - 1
+            if began_at + end_s <= self._now:
+                last_end = began_at + end_s
+        return None if last_end is None else bisect_left(self._served, last_end) - 1
 
     def _end_step(self) -> None:
         self._busy = False
@@ -345,45 +354,45 @@ class Simulation:
 
     def _note_skipped(self) -> None:
         """Leave out of the sums what a step has just skipped. Late members are still trained, as in a run."""
-        sums = self._sums
+        tally = self._sums
         for member in (
             groups_member for group in self._buffer.skipped for groups_member in group.members if not groups_member.late
         ):
-            play = self._play.pop(member.id)
+            member_play = self._play.pop(member.id)
             if member.group.id in self._cohort:
-                sums.skipped += 1
-                sums.tokens -= play.tokens
-                sums.scored -= play.scored
-                sums.unavoidable -= self._too_old[member.id]
-                sums.members.pop(member.id, None)
-            for each in (self._began, self._spans, self._too_old):
-                each.pop(member.id, None)
+                tally.skipped += 1
+                tally.tokens -= member_play.tokens
+                tally.scored -= member_play.scored
+                tally.unavoidable -= self._too_old[member.id]
+                tally.members.pop(member.id, None)
+            for member_table in (self._began, self._spans, self._too_old):
+                member_table.pop(member.id, None)
 
     def _note_taken(self, taken: Iterable[Taken]) -> tuple[int, int]:
         """Count what a step takes; returns how many tokens and episodes it trains."""
-        tokens = episodes = 0
+        trained_tokens = trained_episodes = 0
         for group, trained, left_out in taken:
-            counts = group.id in self._cohort
-            episodes += len(trained)
+            is_measured = group.id in self._cohort
+            trained_episodes += len(trained)
             for member in trained:
-                fresh = 0
-                for sampled_step, n in self._spans[member.id]:
-                    if (age := self._step - 1 - sampled_step) <= self._policy.max_lag:
-                        fresh += n
-                        if counts:
-                            self._sums.ages[age] += n
-                tokens += fresh
-                if counts:
+                fresh_tokens = 0
+                for sampled_step, token_count in self._spans[member.id]:
+                    if (token_age := self._step - 1 - sampled_step) <= self._policy.max_lag:
+                        fresh_tokens += token_count
+                        if is_measured:
+                            self._sums.ages[token_age] += token_count
+                trained_tokens += fresh_tokens
+                if is_measured:
                     self._sums.trained += 1
-                    self._sums.trained_tokens += fresh
-                    self._sums.members[member.id] = self._sums.members[member.id]._replace(trained=fresh)
+                    self._sums.trained_tokens += fresh_tokens
+                    self._sums.members[member.id] = self._sums.members[member.id]._replace(trained=fresh_tokens)
                     self._sums.trained_s += self._play[member.id].duration_s
-            if counts:
+            if is_measured:
                 self._sums.outcomes += len(trained) + sum(member.id in group.recorded for member in left_out)
             for member in (*trained, *left_out):
-                for each in (self._play, self._began, self._spans, self._too_old):
-                    each.pop(member.id, None)
-        return tokens, episodes
+                for member_table in (self._play, self._began, self._spans, self._too_old):
+                    member_table.pop(member.id, None)
+        return trained_tokens, trained_episodes
 
     def _run_out(self, step_s: float) -> None:
         """Play what was admitted to its end, at one step each `step_s`: also the slowest episode is counted."""
@@ -400,38 +409,38 @@ class Simulation:
                 self._expire()
             self._claim()
             for _ in range(2):  # the first call expires what is too old, and what has no signal
-                scored = self._buffer.counts[GroupState.SCORED]
-                skips = sys.maxsize if self._skip_at_most else 0
-                step, lag = self._step + 1, self._policy.max_lag
-                taken = self._buffer.take(step, scored, max_lag=lag, skip_at_most=skips)
+                scored_count = self._buffer.counts[GroupState.SCORED]
+                skip_at_most = sys.maxsize if self._skip_at_most else 0
+                next_step, max_lag = self._step + 1, self._policy.max_lag
+                taken_groups = self._buffer.take(next_step, scored_count, max_lag=max_lag, skip_at_most=skip_at_most)
                 self._note_skipped()
-                self._note_taken(taken or ())
+                self._note_taken(taken_groups or ())
 
     def _result(self) -> SimulationResult:
-        seconds, steps, sums = self._now - self._measured_from, self._steps - self._start_up, self._sums
+        seconds, step_count, tally = self._now - self._measured_from, self._steps - self._start_up, self._sums
         world = self._world
-        step_s = self._busy_s / steps + world.between_s
-        trained = self._trained / seconds
-        idle = self._idle_s / (self._idle_s + self._busy_s)
-        self._run_out(seconds / steps)
-        played_s, signal = sums.seconds / sums.episodes, 1 - sums.skipped / sums.episodes
+        step_s = self._busy_s / step_count + world.between_s
+        trained_per_s = self._trained / seconds
+        idle_share = self._idle_s / (self._idle_s + self._busy_s)
+        self._run_out(seconds / step_count)
+        played_s, signal_share = tally.seconds / tally.episodes, 1 - tally.skipped / tally.episodes
         held_s = 0.0 if self._patience is None else self._patience.held_s - self._held_before_s
-        lengths = sorted(sums.members.values())
+        lengths = sorted(tally.members.values())
         quarters = [_share(lengths[place * len(lengths) // 4 : (place + 1) * len(lengths) // 4]) for place in range(4)]
         return SimulationResult(
             seconds=seconds,
-            episodes_s=trained,
+            episodes_s=trained_per_s,
             # What slots play at most, and what steps take at most: no schedule exceeds the smaller one.
-            bound_s=min(signal * world.slots / played_s, world.groups_per_step * world.group_size / step_s),
-            idle=idle,
-            age_mean=sum(age * n for age, n in sums.ages.items()) / max(1, sums.ages.total()),
-            age_p99=_quantile(sums.ages, 0.99),
-            tokens_discarded=1 - sums.trained_tokens / sums.tokens,
-            tokens_unavoidable=sums.unavoidable / sums.tokens,
-            episodes_discarded=1 - sums.trained / sums.scored,
-            outcomes_discarded=1 - sums.outcomes / sums.scored,
+            bound_s=min(signal_share * world.slots / played_s, world.groups_per_step * world.group_size / step_s),
+            idle=idle_share,
+            age_mean=sum(age * n for age, n in tally.ages.items()) / max(1, tally.ages.total()),
+            age_p99=_quantile(tally.ages, 0.99),
+            tokens_discarded=1 - tally.trained_tokens / tally.tokens,
+            tokens_unavoidable=tally.unavoidable / tally.tokens,
+            episodes_discarded=1 - tally.trained / tally.scored,
+            outcomes_discarded=1 - tally.outcomes / tally.scored,
             played_s=played_s,
-            trained_s=sums.trained_s / max(1, sums.trained),
+            trained_s=tally.trained_s / max(1, tally.trained),
             held=held_s / (self._idle_s + self._busy_s),
             by_length=(quarters[0], quarters[1], quarters[2], quarters[3]),
             longest=_share(lengths[-max(1, len(lengths) // 100) :]),
@@ -449,9 +458,9 @@ def _share(members: Sequence[_Length]) -> Share:
 
 
 def _quantile(counts: Counter[int], share: float) -> int:
-    seen = 0
+    cumulative = 0
     for value in sorted(counts):
-        seen += counts[value]
-        if seen >= share * counts.total():
+        cumulative += counts[value]
+        if cumulative >= share * counts.total():
             return value
     return 0

@@ -36,35 +36,37 @@ def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: 
     """The share of the bound that such a schedule reaches, in the terms of `Simulation` with the same arguments: the
     episodes take the same times."""
     plays_chance, learner_chance = Random(seed), Random(seed + 1)
-    batch, plays = world.groups_per_step * world.group_size, list[Play]()
-    ends = list[float]()  # a heap: when the running episodes end
+    batch_size, plays = world.groups_per_step * world.group_size, list[Play]()
+    episode_ends = list[float]()  # a heap: when the running episodes end
     now = learner_free = measured_from = busy_s = 0.0
-    began = ended = taken = 0  # episodes that began, and those that ended and wait for the learner; steps
-    while taken < steps or now < learner_free:
-        idle = now >= learner_free
-        if idle and ended >= batch:
-            tokens = sum(play.tokens for play in plays[taken * batch : (taken + 1) * batch])
-            step_s = world.learner.seconds(tokens, learner_chance) + world.between_s
-            taken, ended, learner_free, idle = taken + 1, ended - batch, now + step_s, False
-            busy_s += step_s if taken > start_up else 0.0
+    # Episodes that began, those that ended and wait for the learner, and steps.
+    began_count = ended_count = taken_steps = 0
+    while taken_steps < steps or now < learner_free:
+        is_idle = now >= learner_free
+        if is_idle and ended_count >= batch_size:
+            step_tokens = sum(play.tokens for play in plays[taken_steps * batch_size : (taken_steps + 1) * batch_size])
+            step_s = world.learner.seconds(step_tokens, learner_chance) + world.between_s
+            taken_steps, ended_count = taken_steps + 1, ended_count - batch_size
+            learner_free, is_idle = now + step_s, False
+            busy_s += step_s if taken_steps > start_up else 0.0
         # An episode without a place in a batch within the lag bound keeps its slot, where a real run would drop it:
         # so the ideal never trains fewer, and the bound stays one.
-        kept_slots = max(0, ended - (max_lag + idle) * batch)  # slots of episodes without a place
-        while len(ends) + kept_slots < world.slots:
-            if began == len(plays):
+        kept_slots = max(0, ended_count - (max_lag + is_idle) * batch_size)  # slots of episodes without a place
+        while len(episode_ends) + kept_slots < world.slots:
+            if began_count == len(plays):
                 plays += world.episodes.group(world.group_size, plays_chance)
-            heapq.heappush(ends, now + plays[began].duration_s)
-            began += 1
-        now = ends[0] if idle or (ends and ends[0] < learner_free) else learner_free
-        while ends and ends[0] <= now:
-            heapq.heappop(ends)
-            ended += 1
-        if now == learner_free and taken == start_up:
+            heapq.heappush(episode_ends, now + plays[began_count].duration_s)
+            began_count += 1
+        now = episode_ends[0] if is_idle or (episode_ends and episode_ends[0] < learner_free) else learner_free
+        while episode_ends and episode_ends[0] <= now:
+            heapq.heappop(episode_ends)
+            ended_count += 1
+        if now == learner_free and taken_steps == start_up:
             measured_from = now
-    cohort = plays[start_up * batch : (steps - max_lag - 1) * batch]
+    cohort = plays[start_up * batch_size : (steps - max_lag - 1) * batch_size]
     played_s = sum(play.duration_s for play in cohort) / len(cohort)
-    bound_s = min(world.slots / played_s, batch * (steps - start_up) / busy_s)
-    return (steps - start_up) * batch / (now - measured_from) / bound_s
+    bound_s = min(world.slots / played_s, batch_size * (steps - start_up) / busy_s)
+    return (steps - start_up) * batch_size / (now - measured_from) / bound_s
 
 
 _AS_GOOD = 0.01  # of throughput: less is no reason to change a setting
@@ -94,8 +96,8 @@ class SweepCase:
     @property
     def measured_steps(self) -> int:
         """Steps after the start-up."""
-        batch = self.world.groups_per_step * self.world.group_size
-        return self.steps or max(_MEASURED_STEPS, -(-_MEASURED_EPISODES // batch))
+        batch_size = self.world.groups_per_step * self.world.group_size
+        return self.steps or max(_MEASURED_STEPS, -(-_MEASURED_EPISODES // batch_size))
 
     @property
     def size(self) -> int:
@@ -107,8 +109,8 @@ class SweepCase:
 
     def best_of_bound(self) -> float:
         """The share of the bound that no schedule exceeds at this lag bound (see `best_of_bound`)."""
-        lag = self.policy.max_lag
-        return best_of_bound(self.world, lag, steps=self._steps, start_up=self.start_up, seed=self.seed)
+        max_lag = self.policy.max_lag
+        return best_of_bound(self.world, max_lag, steps=self._steps, start_up=self.start_up, seed=self.seed)
 
     @property
     def _steps(self) -> int:
@@ -143,28 +145,28 @@ class SweepRow:
 
 def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lambda _: None) -> list[SweepRow]:
     """Run every case, in order; a large sweep on all cores."""
-    rows: list[SweepRow] = []
-    if sum(case.size for case in cases) < _IN_PARALLEL or (os.cpu_count() or 1) == 1:
+    sweep_rows: list[SweepRow] = []
+    if sum(sweep_case.size for sweep_case in cases) < _IN_PARALLEL or (os.cpu_count() or 1) == 1:
         results = map(SweepCase.run, cases)
-        for case, result in zip(cases, results, strict=True):
-            rows.append(SweepRow(case, result))
-            on_row(rows[-1])
-        return rows
+        for sweep_case, case_result in zip(cases, results, strict=True):
+            sweep_rows.append(SweepRow(sweep_case, case_result))
+            on_row(sweep_rows[-1])
+        return sweep_rows
     # Processes, since a simulation is Python from its first event to its last.
-    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
-        for case, result in zip(cases, pool.map(SweepCase.run, cases), strict=True):
-            rows.append(SweepRow(case, result))
-            on_row(rows[-1])
-    return rows
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1)) as process_pool:
+        for sweep_case, case_result in zip(cases, process_pool.map(SweepCase.run, cases), strict=True):
+            sweep_rows.append(SweepRow(sweep_case, case_result))
+            on_row(sweep_rows[-1])
+    return sweep_rows
 
 
 def table(rows: Sequence[SweepRow]) -> Table:
     """Return a table of the cases' results for a reader."""
     rich_table = Table(title_justify="left")
-    split = any(row.case.split for row in rows)
-    for name in (*(["GPUs"] if split else []), "slots", "max_lag", "groups close"):
-        rich_table.add_column(name)
-    for name in (
+    has_splits = any(row.case.split for row in rows)
+    for column_name in (*(["GPUs"] if has_splits else []), "slots", "max_lag", "groups close"):
+        rich_table.add_column(column_name)
+    for column_name in (
         "episodes/s",
         "of bound",
         "learner idle",
@@ -174,11 +176,11 @@ def table(rows: Sequence[SweepRow]) -> Table:
         "outcomes dropped",
         "s played → trained",
     ):
-        rich_table.add_column(name, justify="right")
+        rich_table.add_column(column_name, justify="right")
     for row in rows:
         result, policy = row.result, row.case.policy
         rich_table.add_row(
-            *([row.case.split] if split else []),
+            *([row.case.split] if has_splits else []),
             str(row.case.world.slots),
             str(policy.max_lag),
             policy.name + (" *" if row.case.present else ""),
@@ -215,30 +217,30 @@ def advice(rows: Sequence[SweepRow]) -> str:
     """Advise in plain words what to change in the run file; rows with other slots are not compared. Of settings that
     train about as many tokens a second, the one with the smallest max_lag is advised, then the one that drops the
     fewest."""
-    present = next((row for row in rows if row.case.present), None)
-    if present is None:
+    present_row = next((row for row in rows if row.case.present), None)
+    if present_row is None:
         return ""
     # Rows with more slots train more because they have more engines, which is no advice about a setting.
-    candidates = [row for row in rows if row.case.split or row.case.world == present.case.world]
-    most = max(row.result.useful for row in candidates)
-    good = [row for row in candidates if row.result.useful >= (1 - _AS_GOOD) * most]
+    candidates = [row for row in rows if row.case.split or row.case.world == present_row.case.world]
+    most_useful = max(row.result.useful for row in candidates)
+    good_rows = [row for row in candidates if row.result.useful >= (1 - _AS_GOOD) * most_useful]
     # Among equals the freshest data, since staleness costs learning that no simulation of times can see.
-    best = min(
-        good, key=lambda row: (row.case.policy.max_lag, round(row.result.tokens_discarded, 3), -row.result.useful)
+    best_row = min(
+        good_rows, key=lambda row: (row.case.policy.max_lag, round(row.result.tokens_discarded, 3), -row.result.useful)
     )
-    if best.result.useful <= (1 + _AS_GOOD) * present.result.useful:
-        least = f"{present.result.idle:.0%} idle, {present.result.tokens_discarded:.0%} of the tokens dropped"
+    if best_row.result.useful <= (1 + _AS_GOOD) * present_row.result.useful:
+        losses = f"{present_row.result.idle:.0%} idle, {present_row.result.tokens_discarded:.0%} of the tokens dropped"
         return (
-            f"Leave it as it is: no row trains over {_AS_GOOD:.0%} more tokens a second than your settings ({least})."
+            f"Leave it as it is: no row trains over {_AS_GOOD:.0%} more tokens a second than your settings ({losses})."
         )
-    was, now = present.result, best.result
-    where = f"GPUs split {best.case.split} (engines + learner), " if best.case.split else ""
-    policy = best.case.policy
-    closing = "groups that wait for all members" if policy.name == "full" else f"a quorum of {policy.name}"
+    was, now = present_row.result, best_row.result
+    split_text = f"GPUs split {best_row.case.split} (engines + learner), " if best_row.case.split else ""
+    policy = best_row.case.policy
+    closing_text = "groups that wait for all members" if policy.name == "full" else f"a quorum of {policy.name}"
     return (
-        f"With {where}max_lag {policy.max_lag} and {closing} the learner would be idle {now.idle:.0%} instead of "
-        f"{was.idle:.0%}, and drop {now.tokens_discarded:.0%} of the tokens instead of {was.tokens_discarded:.0%}: "
-        f"{now.useful / was.useful - 1:+.0%} tokens trained a second."
+        f"With {split_text}max_lag {policy.max_lag} and {closing_text} the learner would be idle {now.idle:.0%} "
+        f"instead of {was.idle:.0%}, and drop {now.tokens_discarded:.0%} of the tokens instead of "
+        f"{was.tokens_discarded:.0%}: {now.useful / was.useful - 1:+.0%} tokens trained a second."
     )
 
 
@@ -260,29 +262,31 @@ class Wishes:
 def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:
     """The cases in the order of their rows: by slots or split, lag and policy. That of the run file is among them.
     Raises UsageError."""
-    present_world, cases = _world(config, wishes, measured), list[SweepCase]()
-    size, lag, steps = config.rollout.group_size, config.buffer.max_lag, wishes.steps
-    lags = _numbers("--max-lag", wishes.max_lag, least=0) or [lag]
-    closes = [parse_close(text.strip(), size) for text in wishes.close.split(",")]
-    present = parse_close(_closes(config), size)
+    present_world, sweep_cases = _world(config, wishes, measured), list[SweepCase]()
+    group_size, present_lag, step_count = config.rollout.group_size, config.buffer.max_lag, wishes.steps
+    swept_lags = _numbers("--max-lag", wishes.max_lag, least=0) or [present_lag]
+    swept_closes = [parse_close(close_text.strip(), group_size) for close_text in wishes.close.split(",")]
+    present_close = parse_close(_closes(config), group_size)
     for split, world, is_own in _worlds(config, wishes, present_world):
-        for each_lag in sorted({*lags, lag} if is_own else lags):
-            is_present = is_own and each_lag == lag
-            mine = closes if each_lag in lags else []
-            if is_present and present not in mine:
-                mine = [*mine, present]
-            cases += [
+        for each_lag in sorted({*swept_lags, present_lag} if is_own else swept_lags):
+            is_present = is_own and each_lag == present_lag
+            row_closes = swept_closes if each_lag in swept_lags else []
+            if is_present and present_close not in row_closes:
+                row_closes = [*row_closes, present_close]
+            sweep_cases += [
                 SweepCase(
                     world=world,
                     policy=policy,
                     seed=wishes.seed,
-                    steps=steps,
+                    steps=step_count,
                     split=split,
-                    present=is_present and close == present,
+                    present=is_present and close == present_close,
                 )
-                for close, policy in zip(mine, policies(each_lag, mine, wait=config.buffer.patience), strict=True)
+                for close, policy in zip(
+                    row_closes, policies(each_lag, row_closes, wait=config.buffer.patience), strict=True
+                )
             ]
-    return cases
+    return sweep_cases
 
 
 def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
@@ -308,10 +312,10 @@ def _world(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> S
         raise UsageError("no time of an optimizer step: give --step-s SECONDS, or a finished run (--from RUN)")
     if wishes.step_s is not None and not 0 < wishes.step_s < math.inf:
         raise UsageError(f"--step-s {wishes.step_s:g}: must be a number of seconds above 0, such as 30")
-    learner = measured.steps if measured is not None and wishes.step_s is None else Constant(wishes.step_s or 0.0)
+    learner_steps = measured.steps if measured is not None and wishes.step_s is None else Constant(wishes.step_s or 0.0)
     return SimulatedWorld(
         episodes=episodes,
-        learner=learner,
+        learner=learner_steps,
         slots=config.rollout.max_running,
         group_size=config.rollout.group_size,
         groups_per_step=config.buffer.groups_per_step,
@@ -329,31 +333,31 @@ def _worlds(config: RunConfig, wishes: Wishes, own: SimulatedWorld) -> Iterator[
             raise UsageError(f"--slots {wishes.slots}: with --gpus the slots follow from the split; leave one out")
         if wishes.gpus < 2:
             raise UsageError(f"--gpus {wishes.gpus}: engines and learner need one each; give at least 2")
-        engines = max(1, sum(len(place) for place in config.engine.places))
-        for mine in range(1, wishes.gpus):
-            learners = wishes.gpus - mine
+        engine_count = max(1, sum(len(place) for place in config.engine.places))
+        for engine_gpus in range(1, wishes.gpus):
+            learner_gpus = wishes.gpus - engine_gpus
             # A run with fewer slots than a group has members could never finish one.
-            slots = max(own.group_size, round(own.slots * mine / engines))
-            world = replace(own, slots=slots, learner=own.learner.sped_up(learners))
-            yield f"{mine} + {learners}", world, (mine, learners) == (engines, 1)
-        if engines + 1 != wishes.gpus:
-            yield f"{engines} + 1", own, True
+            slot_count = max(own.group_size, round(own.slots * engine_gpus / engine_count))
+            world = replace(own, slots=slot_count, learner=own.learner.sped_up(learner_gpus))
+            yield f"{engine_gpus} + {learner_gpus}", world, (engine_gpus, learner_gpus) == (engine_count, 1)
+        if engine_count + 1 != wishes.gpus:
+            yield f"{engine_count} + 1", own, True
         return
-    for slots in sorted({*_numbers("--slots", wishes.slots, least=1), own.slots}):
-        groups = own.groups_per_step
+    for slot_count in sorted({*_numbers("--slots", wishes.slots, least=1), own.slots}):
+        group_count = own.groups_per_step
         if wishes.scale_batch:
-            groups = max(1, round(groups * slots / own.slots))
-        yield "", replace(own, slots=slots, groups_per_step=groups), slots == own.slots
+            group_count = max(1, round(group_count * slot_count / own.slots))
+        yield "", replace(own, slots=slot_count, groups_per_step=group_count), slot_count == own.slots
 
 
 def _numbers(option: str, text: str, *, least: int) -> list[int]:
     try:
-        numbers = sorted({int(part) for part in text.split(",")}) if text else []
+        whole_numbers = sorted({int(number_text) for number_text in text.split(",")}) if text else []
     except ValueError:
         raise UsageError(f"{option} {text!r}: write whole numbers as {least},{least + 1}") from None
-    if numbers and numbers[0] < least:
+    if whole_numbers and whole_numbers[0] < least:
         raise UsageError(f"{option} {text!r}: no number may be below {least}")
-    return numbers
+    return whole_numbers
 
 
 def _closes(config: RunConfig) -> str:
