@@ -30,49 +30,49 @@ _MOST = 50  # edits of a turn
 def edits_of(text: str) -> list[dict[str, str | None]]:
     """The edits that the calls in a turn's text ask for, in their order: the tool's `name`, the `path` and the `place`
     if it names them, and either `old` (None: unknown) and `new`, or a `patch`."""
-    edits = [edit for call in _calls(text) for edit in _of(call.name, call.arguments, "")]
-    return edits[:_MOST]
+    file_edits = [file_edit for call in _calls(text) for file_edit in _of(call.name, call.arguments, "")]
+    return file_edits[:_MOST]
 
 
 def _calls(text: str) -> Sequence[ToolCall]:
     # Every dialect is tried, and not the one of the run's model: a page has runs of many, and a recorded turn may be
     # in none of its own run's (a model that writes calls as it was pretrained to).
-    for form in FORMATS.values():
-        marked = any(marker in text for marker in form.markers)
+    for dialect in FORMATS.values():
+        has_marker = any(marker in text for marker in dialect.markers)
         # Markers are looked for first because a parse costs more than a search, and a page asks for each turn.
-        if not marked and (form.markers or not text.lstrip().startswith(("{", "["))):
+        if not has_marker and (dialect.markers or not text.lstrip().startswith(("{", "["))):
             continue
         try:
-            calls = form.parse(text).calls
+            parsed_calls = dialect.parse(text).calls
         # A page shows what it can: a turn that breaks a parser is shown as its text.
         except AgentRLError:
             continue
-        if good := [call for call in calls if isinstance(call, ToolCall)]:
-            return good
+        if tool_calls := [call for call in parsed_calls if isinstance(call, ToolCall)]:
+            return tool_calls
     return ()
 
 
 def _of(name: str, arguments: Mapping[str, Any], outer: str) -> Iterator[dict[str, str | None]]:
-    texts = {key: value for key, value in arguments.items() if isinstance(value, str)}
-    path = next((texts[key] for key in _PATHS if key in texts), outer)
+    text_arguments = {key: value for key, value in arguments.items() if isinstance(value, str)}
+    edit_path = next((text_arguments[key] for key in _PATHS if key in text_arguments), outer)
     place = next((str(arguments[key]) for key in _PLACES if isinstance(arguments.get(key), int | str)), None)
-    edit: dict[str, str | None] = {"name": name, "path": path or None, "place": place, "old": None, "new": None}
+    edit: dict[str, str | None] = {"name": name, "path": edit_path or None, "place": place, "old": None, "new": None}
     # Some tools take several edits of one file, whose path is only outside; so the parts inherit it.
-    if isinstance(several := arguments.get("edits"), list):
-        for part in cast("list[Any]", several)[:_MOST]:
-            if isinstance(part, dict):
-                yield from _of(name, cast("Mapping[str, Any]", part), path)
+    if isinstance(nested_edits := arguments.get("edits"), list):
+        for nested_edit in cast("list[Any]", nested_edits)[:_MOST]:
+            if isinstance(nested_edit, dict):
+                yield from _of(name, cast("Mapping[str, Any]", nested_edit), edit_path)
         return
-    for old, new in _PAIRS:
-        if old in texts and new in texts:
-            yield edit | {"old": texts[old], "new": texts[new]}
+    for old_key, new_key in _PAIRS:
+        if old_key in text_arguments and new_key in text_arguments:
+            yield edit | {"old": text_arguments[old_key], "new": text_arguments[new_key]}
             return
     for key in _PATCHES:
-        if key in texts and _PATCH.search(texts[key]):
-            yield edit | {"patch": texts[key]}
+        if key in text_arguments and _PATCH.search(text_arguments[key]):
+            yield edit | {"patch": text_arguments[key]}
             return
     # `content` and `text` are the names of nearly everything. Only beside a path or a line are they the contents of a
     # file.
-    keys = _INSERTED if place is not None else _WHOLE if path else ()
-    if (key := next((key for key in keys if key in texts), None)) is not None:
-        yield edit | {"new": texts[key]}
+    content_keys = _INSERTED if place is not None else _WHOLE if edit_path else ()
+    if (key := next((key for key in content_keys if key in text_arguments), None)) is not None:
+        yield edit | {"new": text_arguments[key]}

@@ -29,35 +29,35 @@ def notes_of(run: RunDir) -> Json:
 def keep_notes(run: RunDir, body: Any) -> Json:
     """Put tags and a note in the place of those that are there; they are returned. Raises UsageError for others than
     these, or if the run's folder cannot be written."""
-    notes = _checked(body)
-    written: Path | None = None
+    checked_notes = _checked(body)
+    draft_path: Path | None = None
     try:
         # Written beside and then renamed: two viewers that save at once leave one of the two notes, and never half of
         # each.
-        with tempfile.NamedTemporaryFile("w", dir=run.path, prefix=".notes-", delete=False) as file:
-            written = Path(file.name)
-            json.dump(notes, file)
-        written.replace(run.notes)
+        with tempfile.NamedTemporaryFile("w", dir=run.path, prefix=".notes-", delete=False) as draft_file:
+            draft_path = Path(draft_file.name)
+            json.dump(checked_notes, draft_file)
+        draft_path.replace(run.notes)
     except OSError as error:
-        if written is not None:
-            written.unlink(missing_ok=True)
+        if draft_path is not None:
+            draft_path.unlink(missing_ok=True)
         raise UsageError(f"{run.notes} cannot be written: {error.strerror}") from error
-    return notes
+    return checked_notes
 
 
 def _checked(body: Any) -> Json:
     document = cast("Mapping[str, Any]", body if isinstance(body, dict) else {})
-    tags, note = document.get("tags"), document.get("note")
-    if set(document) != {"tags", "note"} or not isinstance(tags, list) or not isinstance(note, str):
+    listed_tags, note_text = document.get("tags"), document.get("note")
+    if set(document) != {"tags", "note"} or not isinstance(listed_tags, list) or not isinstance(note_text, str):
         raise UsageError('notes are {"tags": [text, …], "note": text}')
-    if len(note) > _NOTE_CHARS:
-        raise UsageError(f"note has {len(note)} characters: write {_NOTE_CHARS} at most")
+    if len(note_text) > _NOTE_CHARS:
+        raise UsageError(f"note has {len(note_text)} characters: write {_NOTE_CHARS} at most")
     checked_tags: list[str] = []
-    for tag in cast("list[Any]", tags):
+    for tag in cast("list[Any]", listed_tags):
         # Printable, since a command line lists tags in a table, and a control character would write to the terminal.
         if not isinstance(tag, str) or not 0 < len(tag.strip()) <= _TAG_CHARS or not tag.isprintable():
             raise UsageError(f"tag {str(tag)[:50]!r}: give 1 to {_TAG_CHARS} letters, digits, signs")
         checked_tags.append(tag.strip())
     if len(checked_tags) > _MOST_TAGS:
         raise UsageError(f"tags are {len(checked_tags)}: give {_MOST_TAGS} at most")
-    return {"tags": list(dict.fromkeys(checked_tags)), "note": note}
+    return {"tags": list(dict.fromkeys(checked_tags)), "note": note_text}

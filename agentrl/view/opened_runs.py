@@ -58,14 +58,14 @@ class OpenedRun:
                 self._forget()
             if self._handle is None:
                 self._handle, self._inode = RunStore.read(self.run.store_path, away_s=_AWAY_S), inode
-            handle = self._handle
+            store_handle = self._handle
         try:
-            yield handle
+            yield store_handle
         except AgentRLError:
             with self._lock:
                 # Not every error is the handle's: an unknown episode raises as well, and must not throw away all
                 # caches. So it is tried with the cheapest question there is.
-                if handle is self._handle and not self._answers(handle):
+                if store_handle is self._handle and not self._answers(store_handle):
                     self._forget()
             raise
 
@@ -96,46 +96,46 @@ class OpenedRun:
     @property
     def config(self) -> RunConfig:
         """The run's configuration as it is now: settings change while it goes on."""
-        mark = None
+        file_mark = None
         with suppress(FileNotFoundError):
-            facts = (self.run.path / "config.json").stat()
-            mark = facts.st_ino, facts.st_mtime_ns
+            file_facts = (self.run.path / "config.json").stat()
+            file_mark = file_facts.st_ino, file_facts.st_mtime_ns
         with self._lock:
-            if self._config is None or self._config[0] != mark:
-                self._config = mark, self.run.config()
+            if self._config is None or self._config[0] != file_mark:
+                self._config = file_mark, self.run.config()
             return self._config[1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model, to show single tokens; None if its files are not here."""
-        if (brought := self.run.path / "tokenizer.json").is_file():  # a recorded run brings it
-            return Tokenizer.from_file(str(brought))
-        for name in (str(self.run.path), self.config.model):
+        if (recorded_file := self.run.path / "tokenizer.json").is_file():  # a recorded run brings it
+            return Tokenizer.from_file(str(recorded_file))
+        for model_name in (str(self.run.path), self.config.model):
             with suppress(AgentRLError, OSError):
-                return Tokenizer.from_file(str(model_dir(name) / "tokenizer.json"))
+                return Tokenizer.from_file(str(model_dir(model_name) / "tokenizer.json"))
         return None
 
     def state(self) -> dict[str, Any]:
         """Return the status of the run, as `agentrl status --json` prints it."""
         with self._lock:
             if self._status is not None:
-                read_s, cached = self._status
-                if self._clock() - read_s < (_LIVE_S if is_live(cached) else _OVER_S):
-                    return cached
-            state = status.status(self.run, rows=self.steps())
-            self._status = self._clock(), state
-            return state
+                read_s, cached_status = self._status
+                if self._clock() - read_s < (_LIVE_S if is_live(cached_status) else _OVER_S):
+                    return cached_status
+            run_status = status.status(self.run, rows=self.steps())
+            self._status = self._clock(), run_status
+            return run_status
 
     def steps(self) -> list[Metric]:
         """The rows of the optimizer steps that count, by step. Only new ones are read, unless the run went back."""
-        with self.store() as store, self._lock:
+        with self.store() as run_store, self._lock:
             # A restart may have undone steps that were read. Another attempt is the sign of it, and then all are read
             # again; otherwise a poll costs only the new rows, however long the run is.
-            if self._rows and self._rows[-1].attempt != store.lineage.attempt:
+            if self._rows and self._rows[-1].attempt != run_store.lineage.attempt:
                 self._rows, self._flat = [], []
-            new = store.metrics.values("step", after=self._rows[-1].step if self._rows else -1)
-            self._rows += new
-            self._flat += (dict(_flat(row.values)) for row in new)
+            new_rows = run_store.metrics.values("step", after=self._rows[-1].step if self._rows else -1)
+            self._rows += new_rows
+            self._flat += (dict(_flat(step_row.values)) for step_row in new_rows)
             return list(self._rows)
 
     def values(self) -> list[dict[str, float | None]]:
@@ -148,31 +148,31 @@ class OpenedRun:
         """Return the result of `read`, which may read every episode of a large run. The result is reused under its
         `name` for fifty times as long as `read` took, so that a page that looks on costs the run little."""
         with self._lock:
-            until, value = self._seldom.get(name, (0.0, None))
-            if name not in self._seldom or self._clock() >= until:
-                began = self._clock()
-                with self.store() as store:
-                    value = read(store)
+            reused_until, answer = self._seldom.get(name, (0.0, None))
+            if name not in self._seldom or self._clock() >= reused_until:
+                began_s = self._clock()
+                with self.store() as run_store:
+                    answer = read(run_store)
                 # 2 % of the time at most, whatever the query costs: a fixed interval would be too short for a large
                 # run and needlessly long for a small one.
-                self._seldom[name] = self._clock() + 50 * (self._clock() - began), value
-            return cast("_T", value)
+                self._seldom[name] = self._clock() + 50 * (self._clock() - began_s), answer
+            return cast("_T", answer)
 
     def step_at(self, time_s: float) -> int:
         """The last step that was made by a time, in seconds since the epoch; 0 before the first."""
-        rows = self.steps()
-        place = bisect_right([row.time_s for row in rows], time_s)
-        return rows[place - 1].step if place else 0
+        step_rows = self.steps()
+        position = bisect_right([step_row.time_s for step_row in step_rows], time_s)
+        return step_rows[position - 1].step if position else 0
 
     def evaluation(self, name: str, purpose: str) -> held_out.EvalResult | None:
         """The result of one evaluation; None as long as it goes on."""
         with self._lock:
             if purpose not in self._evaluations:
                 with self.store() as store:
-                    result = held_out.result(store, name, purpose) if held_out.finished(store, purpose) else None
-                if result is None:
+                    eval_result = held_out.result(store, name, purpose) if held_out.finished(store, purpose) else None
+                if eval_result is None:
                     return None
-                self._evaluations[purpose] = result
+                self._evaluations[purpose] = eval_result
             return self._evaluations[purpose]
 
 
@@ -193,55 +193,55 @@ class OpenedRuns:
     def all(self) -> list[OpenedRun]:
         """Every run that is there now, those that were begun last first."""
         with self._lock:
-            paths = [path for place in self._places for path in _runs_in(place)]
-            for path in paths:
-                if path not in self._known:
-                    self._known[path] = OpenedRun(self._free_id(path.name), RunDir(path))
-            opened = [self._known[path] for path in dict.fromkeys(paths)]
-        return sorted(opened, key=lambda one: _begun(one.run), reverse=True)
+            run_paths = [run_path for place in self._places for run_path in _runs_in(place)]
+            for run_path in run_paths:
+                if run_path not in self._known:
+                    self._known[run_path] = OpenedRun(self._free_id(run_path.name), RunDir(run_path))
+            opened_runs = [self._known[run_path] for run_path in dict.fromkeys(run_paths)]
+        return sorted(opened_runs, key=lambda one: _begun(one.run), reverse=True)
 
     def __getitem__(self, id: str) -> OpenedRun:
         """Raises KeyError for an id of no run that is there."""
-        for opened in self.all():
-            if opened.id == id:
-                return opened
+        for opened_run in self.all():
+            if opened_run.id == id:
+                return opened_run
         raise KeyError(id)
 
     def _free_id(self, name: str) -> str:
-        taken = {opened.id for opened in self._known.values()}
+        taken_ids = {opened_run.id for opened_run in self._known.values()}
         # Two folders may hold runs of the same name. An id stays with its path as long as the page is served, since
         # addresses of the page have it.
-        ids = (name if n == 1 else f"{name}~{n}" for n in range(1, len(taken) + 2))
-        return next(id for id in ids if id not in taken)
+        candidates = (name if number == 1 else f"{name}~{number}" for number in range(1, len(taken_ids) + 2))
+        return next(candidate for candidate in candidates if candidate not in taken_ids)
 
     def close(self) -> None:
         """Close every handle."""
         # Before the handles: answers that wait for news (`_changes`) end on it, and would otherwise ask a closed
         # store.
         self.closing.set()
-        for opened in self._known.values():
-            opened.close()
+        for opened_run in self._known.values():
+            opened_run.close()
 
 
 def _runs_in(place: Path) -> list[Path]:
     if RunDir(place).store_path.exists():
         return [place]
     with suppress(OSError):
-        return [path for path in place.iterdir() if path.is_dir() and RunDir(path).store_path.exists()]
+        return [run_path for run_path in place.iterdir() if run_path.is_dir() and RunDir(run_path).store_path.exists()]
     return []
 
 
 def _begun(run: RunDir) -> float:
-    for file in (run.path / "config.json", run.store_path):
+    for run_file in (run.path / "config.json", run.store_path):
         with suppress(OSError):
-            return file.stat().st_mtime
+            return run_file.stat().st_mtime
     return 0.0
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            if name != "group_weights":  # by a group's number
-                yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
-        elif isinstance(value, int | float):
-            yield prefix + name, cast("float | None", finite(float(value)))
+    for metric_name, metric_value in values.items():
+        if isinstance(metric_value, dict):
+            if metric_name != "group_weights":  # by a group's number
+                yield from _flat(cast("Mapping[str, Any]", metric_value), f"{prefix}{metric_name}.")
+        elif isinstance(metric_value, int | float):
+            yield prefix + metric_name, cast("float | None", finite(float(metric_value)))

@@ -31,14 +31,14 @@ def served(places: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, st
     takes a free one; without `steer` it only looks. Raises UsageError for an address that is not to be had."""
     # 192 random bits, anew for each server, so that an address in a shell's history opens nothing tomorrow.
     visitors = Visitors(token=secrets.token_urlsafe(24), hosts=loopback_hosts(host), steer=steer)
-    runs = OpenedRuns(places)
+    opened_runs = OpenedRuns(places)
     try:
-        with in_thread(web_page(runs, visitors), host, port, ends=runs.closing.set) as url:
+        with in_thread(web_page(opened_runs, visitors), host, port, ends=opened_runs.closing.set) as url:
             # In the fragment, which a browser sends to no server and puts into no Referer; in the query it would
             # stand in logs.
             yield f"{url}/#token={visitors.token}"
     finally:
-        runs.close()
+        opened_runs.close()
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def in_thread(app: Any, host: str, port: int, *, ends: Callable[[], object] = la
     # Bound here and not by uvicorn: that one calls `sys.exit` if the port is taken, which nobody can catch in a
     # thread, and a free port (0) has to be known before the address is printed.
     listener = _listener(host, port)
-    config = uvicorn.Config(
+    server_config = uvicorn.Config(
         app,
         http=partial(BoundedProtocol, connections=Connections(_BOUNDS), bounds=_BOUNDS),  # pyright: ignore[reportArgumentType]
         log_level="warning",
@@ -60,26 +60,26 @@ def in_thread(app: Any, host: str, port: int, *, ends: Callable[[], object] = la
         timeout_graceful_shutdown=3,
         ws="none",
     )
-    server = uvicorn.Server(config)
+    http_server = uvicorn.Server(server_config)
     # A thread with a loop of its own: whoever opens the page may be a command that does other work, under trio or
     # under nothing, and the page has to answer meanwhile. A daemon, so that an answer that hangs does not hold up the
     # end of the process.
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
-    thread.start()
+    server_thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
+    server_thread.start()
     try:
         yield _url(host, listener)
     finally:
         # First the long answers are told to end: uvicorn waits for them, and news would otherwise be sent for as long
         # as the page is open.
         ends()
-        server.should_exit = True
-        thread.join(_ENDS_S)
+        http_server.should_exit = True
+        server_thread.join(_ENDS_S)
         listener.close()
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(address_family, socket.SOCK_STREAM)
     # Or the port of a page that was closed a moment ago would be refused for a minute, by its connections in
     # TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,6 +94,6 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def _url(host: str, listener: socket.socket) -> str:
     # Nobody can open 0.0.0.0 from elsewhere; the host's name is the best guess at what others call this machine.
-    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    shown_host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     port = listener.getsockname()[1]
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return f"http://[{shown_host}]:{port}" if ":" in shown_host else f"http://{shown_host}:{port}"

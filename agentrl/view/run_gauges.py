@@ -53,30 +53,30 @@ class RunsCollector:
 
     def collect(self) -> Iterator[Any]:
         """All families, with the samples of all runs that are there."""
-        samples: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
+        samples: dict[str, list[Sample]] = {family_name: [] for family_name in FAMILIES}
         engine_families: dict[str, Any] = {}
-        for opened in self._runs.all():
+        for opened_run in self._runs.all():
             # Per run, and its samples are made before any is added: a run that cannot be read leaves the answer as a
             # whole, not by halves, and the others stay.
             # `tests/view/test_run_gauges.py::test_a_run_that_cannot_be_read_does_not_hide_the_others`.
             with suppress(AgentRLError, OSError):
-                gauges = list(_samples(opened, self._now()))
-                for name, labels, value in gauges:
-                    samples[name].append(({"run": opened.id, **labels}, value))
-                for engine_figures in figures(opened.run.engine_figures):
-                    labels = {"run": opened.id, "engine": engine_figures.engine}
+                run_samples = list(_samples(opened_run, self._now()))
+                for family_name, labels, sample_value in run_samples:
+                    samples[family_name].append(({"run": opened_run.id, **labels}, sample_value))
+                for engine_figures in figures(opened_run.run.engine_figures):
+                    labels = {"run": opened_run.id, "engine": engine_figures.engine}
                     samples["agentrl_engine_scrapes"].append((labels, engine_figures.scrapes))
                     samples["agentrl_engine_scrapes_failed"].append((labels, engine_figures.failed))
                     # An old figure looks like a current one in a graph. Absent, it is a gap, which alerts can see.
                     if self._now() - engine_figures.time_s < _FRESH_S:
                         _add_own(engine_families, self._client, labels, engine_figures.text)
-        for name, (kind, meaning) in FAMILIES.items():
+        for family_name, (family_kind, meaning) in FAMILIES.items():
             # Families are made anew at each scrape, not as the client's Gauge and Counter objects: these live in a
             # process and would go on serving the series of runs that have gone.
-            family = self._client.Metric(name, meaning, kind)
-            for labels, value in samples[name]:
-                family.add_sample(name + "_total" * (kind == "counter"), labels, value)
-            yield family
+            metric_family = self._client.Metric(family_name, meaning, family_kind)
+            for labels, sample_value in samples[family_name]:
+                metric_family.add_sample(family_name + "_total" * (family_kind == "counter"), labels, sample_value)
+            yield metric_family
         yield from engine_families.values()
 
 
@@ -85,65 +85,67 @@ def _add_own(families: dict[str, Any], client: Any, labels: dict[str, str], text
     Prometheus does. An answer that cannot be read is left out."""
     parser: Any = import_module("prometheus_client.parser")
     try:
-        parsed = list(parser.text_string_to_metric_families(text))
+        parsed_families = list(parser.text_string_to_metric_families(text))
     except ValueError:
         return
-    for each_family in parsed:
+    for each_family in parsed_families:
         # An engine's own metric must not pass for one of ours.
         if each_family.name not in FAMILIES:
-            family = families.setdefault(
+            own_family = families.setdefault(
                 each_family.name, client.Metric(each_family.name, each_family.documentation, each_family.type)
             )
             for sample in each_family.samples:
-                its = {f"exported_{name}" if name in labels else name: value for name, value in sample.labels.items()}
-                family.add_sample(sample.name, {**its, **labels}, sample.value)
+                own_labels = {
+                    f"exported_{name}" if name in labels else name: value for name, value in sample.labels.items()
+                }
+                own_family.add_sample(sample.name, {**own_labels, **labels}, sample.value)
 
 
 def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, str], float]]:
-    state = opened.state()
-    yield "agentrl_up", {"phase": str(state["phase"])}, float(is_live(state))
-    yield "agentrl_step", {}, float(state["step"])
-    yield "agentrl_steps_wanted", {}, float(state["steps"])
-    steps, newest = opened.steps(), opened.values()
-    if steps:
-        yield "agentrl_last_step_age_seconds", {}, max(0.0, now_s - steps[-1].time_s)
-        for name, value in newest[-1].items():
+    run_state = opened.state()
+    yield "agentrl_up", {"phase": str(run_state["phase"])}, float(is_live(run_state))
+    yield "agentrl_step", {}, float(run_state["step"])
+    yield "agentrl_steps_wanted", {}, float(run_state["steps"])
+    step_rows, step_values = opened.steps(), opened.values()
+    if step_rows:
+        yield "agentrl_last_step_age_seconds", {}, max(0.0, now_s - step_rows[-1].time_s)
+        for name, value in step_values[-1].items():
             if value is not None:
                 # One family with a label, not a family for each metric: their names come from algorithms and users
                 # and need not be names that Prometheus takes.
                 yield "agentrl_step_metric", {"metric": name.replace(".", "/")}, value
-    held_out = cast("dict[str, float]", state["held_out"])
+    held_out = cast("dict[str, float]", run_state["held_out"])
     if held_out:
         yield "agentrl_held_out_success", {}, list(held_out.values())[-1]
-    for name, measured in state["pass_at"].items():
-        for k, estimate in measured.items():
+    for name, pass_estimates in run_state["pass_at"].items():
+        for k, estimate in pass_estimates.items():
             if k != "step":
                 for bound in ("value", "low", "high"):
                     yield "agentrl_held_out_pass_at", {"set": name, "k": k, "bound": bound}, estimate[bound]
-    for name, count in state["groups"].items():
+    for name, count in run_state["groups"].items():
         yield "agentrl_groups", {"state": name}, float(count)
-    for reason, count in state["dropped"].items():
+    for reason, count in run_state["dropped"].items():
         yield "agentrl_groups_dropped", {"reason": str(reason)}, float(count)
-    with opened.store() as store:
-        for reason, count in store.metrics.endings().items():
+    with opened.store() as run_store:
+        for reason, count in run_store.metrics.endings().items():
             yield "agentrl_episodes", {"stop_reason": reason.value}, float(count)
-        fleet = store.metrics.values("fleet", after=state["step"] - 2)
-        served = store.versions.served_versions()[-1:]
-    for part, count in cast("dict[str, Json]", state["size"].get("present", {})).items():
+        fleet_rows = run_store.metrics.values("fleet", after=run_state["step"] - 2)
+        newest_served = run_store.versions.served_versions()[-1:]
+    for part_name, count in cast("dict[str, Json]", run_state["size"].get("present", {})).items():
         if isinstance(count, int | float):
-            yield "agentrl_parts", {"part": part}, float(count)
-    if fleet:
-        yield from _engines(fleet[-1].values)
-    for estimate in served:
+            yield "agentrl_parts", {"part": part_name}, float(count)
+    if fleet_rows:
+        yield from _engines(fleet_rows[-1].values)
+    for estimate in newest_served:
         yield "agentrl_weights_lag_seconds", {}, estimate.confirmed_s - estimate.minted_s
 
 
 def _engines(gauges: Any) -> Iterator[tuple[str, dict[str, str], float]]:
     """The newest view that a worker had of its engines."""
     states, running = cast("Sequence[str]", gauges.get("state", ())), cast("Sequence[float]", gauges.get("running", ()))
-    for number, (state, requests) in enumerate(zip(states, running, strict=False)):
-        yield "agentrl_engine_ready", {"engine": str(number), "state": state}, float(state == "ready")
-        yield "agentrl_engine_requests", {"engine": str(number)}, float(requests)
+    for engine_number, (state, request_count) in enumerate(zip(states, running, strict=False)):
+        yield "agentrl_engine_ready", {"engine": str(engine_number), "state": state}, float(state == "ready")
+        yield "agentrl_engine_requests", {"engine": str(engine_number)}, float(request_count)
 
 
 @contextmanager
@@ -151,13 +153,13 @@ def exported(places: Iterable[Path], *, host: str = "127.0.0.1", port: int = POR
     """Serve `/metrics` of the runs in `places` from threads while the block goes on; its address. Port 0 takes a free
     one. Raises UsageError if the address is not to be had, or the package is missing."""
     try:
-        client: Any = import_module("prometheus_client")
+        prometheus: Any = import_module("prometheus_client")
     except ImportError as error:
         raise UsageError(f"prometheus-client is not installed ({error}): {install_command('prometheus')}") from None
-    runs, registry = OpenedRuns(list(places)), client.CollectorRegistry(auto_describe=False)
-    registry.register(RunsCollector(runs, client))
+    opened_runs, registry = OpenedRuns(list(places)), prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(RunsCollector(opened_runs, prometheus))
     try:
-        with in_thread(client.make_asgi_app(registry), host, port) as url:
+        with in_thread(prometheus.make_asgi_app(registry), host, port) as url:
             yield f"{url}/metrics"
     finally:
-        runs.close()
+        opened_runs.close()

@@ -105,36 +105,36 @@ class _Shared:
 
     def known(self, key: object) -> tuple[bytes, float] | None:
         """The answer, if it is taken as known, and for how many seconds it still is."""
-        until, answer = self._kept.get(key, (0.0, b""))
-        left_s = until - self._clock()
-        return (answer, left_s) if left_s > 0 else None
+        known_until, answer = self._kept.get(key, (0.0, b""))
+        remaining_s = known_until - self._clock()
+        return (answer, remaining_s) if remaining_s > 0 else None
 
     async def __call__(self, key: object, make: Callable[[], Any]) -> bytes:
         """The answer of `make`, which runs in a thread, as JSON."""
         # A lock for each question: the first who asks makes the answer, the others wait for it and take it. Without,
         # ten viewers would run the same query ten times, in ten threads
         # (`tests/view/test_web_page.py::test_ten_viewers_are_answered_once`).
-        lock = self._locks.setdefault(key, anyio.Lock())
+        answer_lock = self._locks.setdefault(key, anyio.Lock())
         try:
-            async with lock:
+            async with answer_lock:
                 if (shared_answer := self.known(key)) is not None:
                     return shared_answer[0]
-                began = self._clock()
+                began_s = self._clock()
                 # In a thread, since a store's reads block; encoded there as well, as JSON of a megabyte takes the
                 # loop tens of milliseconds, in which nobody else is answered.
-                answer = await to_thread.run_sync(lambda: _encoded(make()))
-                took = self._clock() - began
+                encoded_answer = await to_thread.run_sync(lambda: _encoded(make()))
+                took_s = self._clock() - began_s
                 # Popped before it is set, so that it is the newest in the dict's order, and what is dropped below is
                 # the oldest.
                 self._kept.pop(key, None)
                 # A long answer is an episode with all its tokens, which one person reads once.
-                if len(answer) <= _KEPT_BYTES:
-                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took / _SHARE)), answer
+                if len(encoded_answer) <= _KEPT_BYTES:
+                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took_s / _SHARE)), encoded_answer
                 while len(self._kept) > _KEPT_ANSWERS:
                     del self._kept[next(iter(self._kept))]
-                return answer
+                return encoded_answer
         finally:
-            if not lock.locked():  # nobody waited for it
+            if not answer_lock.locked():  # nobody waited for it
                 self._locks.pop(key, None)
 
     def forget(self) -> None:
@@ -145,27 +145,27 @@ class _Shared:
 
 def page_files() -> dict[str, bytes]:
     """The page's own files by name."""
-    return {file.name: file.read_bytes() for file in (resources.files("agentrl.view") / "assets").iterdir()}
+    return {asset.name: asset.read_bytes() for asset in (resources.files("agentrl.view") / "assets").iterdir()}
 
 
 def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
     """The application that serves a page of `runs`."""
-    files = page_files()
-    shared = _Shared()
+    page_assets = page_files()
+    shared_answers = _Shared()
 
     async def file(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        if name not in files:
-            return _problem(404, f"no file {name!r}")
-        return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
+        file_name = request.path_params.get("name", "index.html")
+        if file_name not in page_assets:
+            return _problem(404, f"no file {file_name!r}")
+        return Response(page_assets[file_name], media_type=_TYPES[file_name.rpartition(".")[2]])
 
     def summary(run: OpenedRun, _: Query) -> Any:
         return {**run_answers.summary(run), "steers": visitors.steer}
 
     def answering(answer: Callable[[OpenedRuns, Request], Any]) -> Callable[[Request], Any]:
-        return partial(_answered, runs, shared, answer)
+        return partial(_answered, runs, shared_answers, answer)
 
-    app = Starlette(
+    application = Starlette(
         routes=[
             Route("/", file),
             Route("/assets/{name}", file),
@@ -180,14 +180,14 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/steps/{id}", answering(_numbered(episode_answers.step))),
             Route("/api/runs/{run}/images/{digest}", partial(_image, runs)),
             *(
-                Route(f"/api/runs/{{run}}/{name}", partial(_written, runs, shared, name), methods=["POST"])
+                Route(f"/api/runs/{{run}}/{name}", partial(_written, runs, shared_answers, name), methods=["POST"])
                 for name in visitors.writes
             ),
-            Route("/api/runs/{run}/events", partial(_events, runs, shared)),
+            Route("/api/runs/{run}/events", partial(_events, runs, shared_answers)),
         ]
     )
     # Around everything, files of the page included: a route that is added later cannot forget the check.
-    return _Guard(app, visitors, shared)
+    return _Guard(application, visitors, shared_answers)
 
 
 class _Guard:
@@ -217,14 +217,14 @@ class _Guard:
         if shared_answer is None:
             await (refusal or self._app)(scope, receive, with_headers)
             return
-        answer, left_s = shared_answer
+        known_answer, remaining_s = shared_answer
         headers = [
-            (b"content-length", b"%d" % len(answer)),
+            (b"content-length", b"%d" % len(known_answer)),
             (b"content-type", b"application/json"),
-            (_KNOWN.encode(), f"{left_s:.3f}".encode()),
+            (_KNOWN.encode(), f"{remaining_s:.3f}".encode()),
         ]
         await with_headers({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        await send({"type": "http.response.body", "body": known_answer})
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -238,9 +238,9 @@ class _Guard:
                 return _problem(403, "a run is written to from this page, and from nobody else's")
         elif scope["method"] not in ("GET", "HEAD"):
             return _problem(405, "this page only looks")
-        shown = headers.get(b"authorization", b"")
+        shown_token = headers.get(b"authorization", b"")
         # `compare_digest`, since `==` ends at the first wrong byte, and a neighbour on this machine can measure that.
-        if scope["path"].startswith("/api/") and not hmac.compare_digest(shown, self._right):
+        if scope["path"].startswith("/api/") and not hmac.compare_digest(shown_token, self._right):
             return _problem(401, "open the address that the command printed: it ends in the token")
         return None
 
@@ -251,26 +251,26 @@ def loopback_hosts(host: str) -> frozenset[str]:
     try:
         # All addresses of the name: one that listens beyond this machine is enough for others to come in by names
         # that are not known here, and then no list of hosts can be complete.
-        inside = all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, None))
+        is_loopback = all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
         raise UsageError(f"--host {host!r} is no address of this machine: give 127.0.0.1, or one of its own") from None
-    return frozenset({"127.0.0.1", "localhost", "[::1]", host}) if inside else frozenset()
+    return frozenset({"127.0.0.1", "localhost", "[::1]", host}) if is_loopback else frozenset()
 
 
 def _host(header: str) -> str:
     """The name in a Host header, without its port."""
-    name, _, port = header.rpartition(":")
-    return (name if name and port.isdigit() else header).lower()
+    hostname, _, port = header.rpartition(":")
+    return (hostname if hostname and port.isdigit() else header).lower()
 
 
 def _from_here(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a request that writes comes from the page itself, or from no page at all (a script with the token)."""
-    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-    ours = origin is None or origin in (b"http://" + host, b"https://" + host)
+    origin, host_header = headers.get(b"origin"), headers.get(b"host", b"")
+    is_same_origin = origin is None or origin in (b"http://" + host_header, b"https://" + host_header)
     # Browsers send it and no script of a page can set it. Absent, it is an older browser, for which `Origin` decides,
     # or no browser at all.
     fetch_site = headers.get(b"sec-fetch-site", b"same-origin")
-    return ours and fetch_site == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
+    return is_same_origin and fetch_site == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
 
 
 def _request_key(scope: Scope) -> tuple[str, bytes]:
@@ -282,10 +282,10 @@ async def _answered(
     runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
 ) -> Response:
     """Return the answer of a call, made in a thread; its errors become an answer of one line."""
-    key = _request_key(request.scope)
+    request_key = _request_key(request.scope)
     try:
-        response = _sent(await shared(key, lambda: answer(runs, request)))
-        if (shared_answer := shared.known(key)) is not None:
+        response = _sent(await shared(request_key, lambda: answer(runs, request)))
+        if (shared_answer := shared.known(request_key)) is not None:
             response.headers[_KNOWN] = f"{shared_answer[1]:.3f}"
         return response
     except KeyError as error:
@@ -310,30 +310,30 @@ class _NoSuchNumber(UsageError):
 
 def _numbered(answer: Callable[[OpenedRun, int, Query], Any]) -> Callable[[OpenedRuns, Request], Any]:
     def numbered(runs: OpenedRuns, request: Request) -> Any:
-        number: str = request.path_params["id"]
-        if not number.isascii() or not number.isdigit() or len(number) > _LONGEST_NUMBER:
-            raise _NoSuchNumber(f"nothing has the number {number[:50]!r}")
-        return answer(runs[request.path_params["run"]], int(number), request.query_params)
+        number_text: str = request.path_params["id"]
+        if not number_text.isascii() or not number_text.isdigit() or len(number_text) > _LONGEST_NUMBER:
+            raise _NoSuchNumber(f"nothing has the number {number_text[:50]!r}")
+        return answer(runs[request.path_params["run"]], int(number_text), request.query_params)
 
     return numbered
 
 
 def _lines(runs: OpenedRuns) -> list[Any]:
     """A line for each run; of one that cannot be read, why."""
-    lines: list[Any] = []
-    for opened in runs.all():
+    run_lines: list[Any] = []
+    for opened_run in runs.all():
         try:
-            lines.append(run_answers.line(opened))
+            run_lines.append(run_answers.line(opened_run))
         except AgentRLError as error:
-            lines.append({"id": opened.id, "path": str(opened.run.path), "error": str(error)})
-    return lines
+            run_lines.append({"id": opened_run.id, "path": str(opened_run.run.path), "error": str(error)})
+    return run_lines
 
 
 def _metrics(run: OpenedRun, query: Query) -> Any:
-    names = [name for name in query.get("names", "").split(",") if name]
-    if len(names) > _MOST_NAMES:
-        raise UsageError(f"names has {len(names)} metrics: ask for {_MOST_NAMES} at most")
-    return run_answers.metrics(run, names)
+    metric_names = [metric_name for metric_name in query.get("names", "").split(",") if metric_name]
+    if len(metric_names) > _MOST_NAMES:
+        raise UsageError(f"names has {len(metric_names)} metrics: ask for {_MOST_NAMES} at most")
+    return run_answers.metrics(run, metric_names)
 
 
 async def _image(runs: OpenedRuns, request: Request) -> Response:
@@ -359,24 +359,24 @@ async def _image(runs: OpenedRuns, request: Request) -> Response:
 
 async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Request) -> Response:
     """Do what `name` says in `_WRITES`; what came of it."""
-    body = bytearray()
+    request_body = bytearray()
     # Counted as it comes: a `content-length` may be missing or wrong.
-    async for part in request.stream():
-        body += part
-        if len(body) > _SENT_BYTES:
+    async for body_part in request.stream():
+        request_body += body_part
+        if len(request_body) > _SENT_BYTES:
             return _problem(413, f"{name}: the request has more than {_SENT_BYTES} bytes")
 
     try:
-        document = json.loads(body)
+        document = json.loads(request_body)
     # Deep nesting raises RecursionError in the parser, which is no fault of this server's.
     except (ValueError, RecursionError):
         return _problem(400, f"{name}: the request is no JSON")
     try:
-        opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
+        opened_run = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
     try:
-        done = await to_thread.run_sync(_WRITES[name], opened.run, document)
+        write_result = await to_thread.run_sync(_WRITES[name], opened_run.run, document)
     except UsageError as error:
         return _problem(400, str(error))
     except AgentRLError as error:
@@ -384,44 +384,44 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
     finally:
         # In `finally`: a request that failed may have done its work before it did, and an answer from before it must
         # not be shown either way.
-        opened.look_anew()
+        opened_run.look_anew()
         shared.forget()
-    return _sent(_encoded(done))
+    return _sent(_encoded(write_result))
 
 
 async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
     """Server-sent events: one whenever the run's page has something new to show, and one when somebody wrote to a run:
     no answer from before holds then."""
     try:
-        opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
+        opened_run = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
-    return StreamingResponse(_changes(opened, shared, runs.closing), media_type="text/event-stream")
+    return StreamingResponse(_changes(opened_run, shared, runs.closing), media_type="text/event-stream")
 
 
 async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncIterator[str]:
-    last: object = None
-    quiet, writes = 0, shared.writes
+    last_sent: object = None
+    quiet_looks, seen_writes = 0, shared.writes
     # Polled, not signalled: the run is another process, maybe on another machine, and its store has nobody to notify.
     # Through `shared`, one look a second serves all viewers of a run.
     while not closing.is_set():
-        if writes != shared.writes:
-            writes = shared.writes
+        if seen_writes != shared.writes:
+            seen_writes = shared.writes
             yield "event: written\ndata: again\n\n"
         try:
-            now = await shared(("news", opened.id), lambda: run_answers.fingerprint(opened))
+            current = await shared(("news", opened.id), lambda: run_answers.fingerprint(opened))
         except (AgentRLError, OSError) as error:
-            now = _encoded([str(error)])
-        if now != last:
-            last, quiet = now, 0
-            yield f"event: change\ndata: {now.decode()}\n\n"
+            current = _encoded([str(error)])
+        if current != last_sent:
+            last_sent, quiet_looks = current, 0
+            yield f"event: change\ndata: {current.decode()}\n\n"
         # The page may have been answered from before the last change, as answers are taken as known for a while. Once
         # those have run out, it is told to ask again.
-        elif (quiet := quiet + 1) == _SETTLED_LOOKS:
+        elif (quiet_looks := quiet_looks + 1) == _SETTLED_LOOKS:
             yield "event: change\ndata: again\n\n"
         # A comment of the protocol: proxies close a stream on which nothing comes, and a client that has gone is
         # noticed only by writing.
-        elif quiet % _QUIET_LOOKS == 0:
+        elif quiet_looks % _QUIET_LOOKS == 0:
             yield ": nothing new\n\n"
         await anyio.sleep(_LOOK_S)
 
