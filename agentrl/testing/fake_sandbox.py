@@ -58,10 +58,10 @@ class FakeSandbox:
         self._check()
         if path not in self.files:
             raise SandboxPathError(f"{path!r}: No such file or directory")
-        data = self.files[path]
-        if most_bytes is not None and len(data) > most_bytes:
+        file_bytes = self.files[path]
+        if most_bytes is not None and len(file_bytes) > most_bytes:
             raise SandboxPathError(f"{path!r} is larger than {most_bytes} bytes")
-        return data
+        return file_bytes
 
     async def write(self, path: str, data: bytes) -> None:
         self._check()
@@ -76,9 +76,9 @@ class FakeSandbox:
 
     async def snapshot(self) -> str:
         self._check()
-        name = f"snapshot{len(self._snapshots)}"
-        self._snapshots[name] = dict(self.files)
-        return name
+        snapshot_id = f"snapshot{len(self._snapshots)}"
+        self._snapshots[snapshot_id] = dict(self.files)
+        return snapshot_id
 
     async def restore(self, snapshot: str) -> None:
         self._check()
@@ -86,9 +86,9 @@ class FakeSandbox:
 
     async def fork(self) -> FakeSandbox:
         self._check()
-        twin = FakeSandbox(self.spec, self.answer)
-        twin.files = dict(self.files)
-        return twin
+        forked_box = FakeSandbox(self.spec, self.answer)
+        forked_box.files = dict(self.files)
+        return forked_box
 
     async def close(self) -> None:
         self.closed = True
@@ -108,9 +108,9 @@ class FakeBackend:
     async def create(self, spec: SandboxSpec) -> FakeSandbox:
         if self.failure is not None:
             raise self.failure
-        box = FakeSandbox(spec, self.answer)
-        self.boxes.append(box)
-        return box
+        created_box = FakeSandbox(spec, self.answer)
+        self.boxes.append(created_box)
+        return created_box
 
     async def aclose(self) -> None:
         self.closed = True

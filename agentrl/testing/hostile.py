@@ -96,104 +96,105 @@ async def check_nothing_dropped(
     played (your own: texts that your environment should survive, also correct ones), and `turns` more are drawn at
     random, some of them yours. When an episode ends, the next one begins with the same task."""
     for seed in seeds:
-        env = make()
+        environment = make()
         try:
-            await _played(env, Task(env=type(env).__name__, seed=seed, index=0), turns, actions)
+            await _played(environment, Task(env=type(environment).__name__, seed=seed, index=0), turns, actions)
         finally:
-            await env.aclose()
+            await environment.aclose()
 
 
 async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> None:
-    chosen = random.Random(task.seed)
+    generator = random.Random(task.seed)
     await step_results.start(env, task)
-    planned = [*_sweep(env, chosen), *own, *(action_at_random(env, chosen, own) for _ in range(turns))]
+    planned_actions = [*_sweep(env, generator), *own, *(action_at_random(env, generator, own) for _ in range(turns))]
     # Mixed, because many faults need a state: a tool that survives any argument in a fresh episode may fail on it after
     # a file was removed.
-    chosen.shuffle(planned)
-    over = False
-    for number, action in enumerate(planned):
-        if over:
+    generator.shuffle(planned_actions)
+    has_ended = False
+    for action_number, action in enumerate(planned_actions):
+        if has_ended:
             await step_results.start(env, task)
-        place = f"action {number}, {_short(action)}"
-        step: Step | None = await _survived(partial(step_results.act, env, action, task), task, place)
-        over = step is None or step.terminated or step.truncated
-        if step is not None and over:
+        action_label = f"action {action_number}, {_short(action)}"
+        step: Step | None = await _survived(partial(step_results.act, env, action, task), task, action_label)
+        has_ended = step is None or step.terminated or step.truncated
+        if step is not None and has_ended:
             reason = step.stop_reason or StopReason.DONE
-            assert reason.by_policy, f"seed {task.seed}: {place}: the episode ended as {reason}"
-    if not over:
+            assert reason.by_policy, f"seed {task.seed}: {action_label}: the episode ended as {reason}"
+    if not has_ended:
         await _survived(partial(step_results.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
 
 
 def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
     """Actions of a few calls each; in a call one argument is odd and the others are plain."""
-    calls: list[str] = []
+    written_calls: list[str] = []
     for tool in _tools(env):
         fields = _fields(tool)
-        plain = {name: _plain(schema) for name, schema in fields.items()}
-        for name, schema in fields.items():
+        plain_values = {field_name: _plain(schema) for field_name, schema in fields.items()}
+        for field_name, schema in fields.items():
             if schema.get("type") in ("integer", "number"):
                 # All numbers and a draw of the texts: the numbers are few, and which of them breaks a tool nobody
                 # guesses (10**400 is no float, 2**63 no index).
-                odd: Sequence[Any] = NUMBERS
+                odd_values: Sequence[Any] = NUMBERS
             else:
-                odd = chosen.sample(TEXTS, 3) if schema.get("type") == "string" else chosen.sample(_OTHERS, 3)
-            calls += [_call(env, str(tool["name"]), {**plain, name: value}) for value in odd]
-    chosen.shuffle(calls)
-    while calls:
-        count = chosen.randint(1, 6)
-        yield "".join(calls[:count])
-        del calls[:count]
+                odd_values = chosen.sample(TEXTS, 3) if schema.get("type") == "string" else chosen.sample(_OTHERS, 3)
+            tool_name = str(tool["name"])
+            written_calls += [_call(env, tool_name, {**plain_values, field_name: value}) for value in odd_values]
+    chosen.shuffle(written_calls)
+    while written_calls:
+        call_count = chosen.randint(1, 6)
+        yield "".join(written_calls[:call_count])
+        del written_calls[:call_count]
 
 
 async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
     """The result of a call; None if it was the policy's fault, or if its action took too long."""
-    failed: Exception | None = None
-    with clocks.watch(own_s=_OWN_S, policy_s=_STEP_S) as watch:
+    failure: Exception | None = None
+    with clocks.watch(own_s=_OWN_S, policy_s=_STEP_S) as clock_watch:
         try:
             return await call()
         except Exception as error:
-            failed = error
+            failure = error
     # Too slow by the policy's doing is an end that is scored. Too slow by the environment's own code is not, and so it
     # is the way out that this test looks for.
-    if watch.over is clocks.Whose.POLICY or isinstance(failed, PolicyFault):
+    if clock_watch.over is clocks.Whose.POLICY or isinstance(failure, PolicyFault):
         return None
-    problem = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"
-    raise AssertionError(f"seed {task.seed}: {what}: {problem[:500]}") from failed
+    problem = f"it took over {_OWN_S:g} s" if clock_watch.over is not None else f"{type(failure).__name__}: {failure}"
+    raise AssertionError(f"seed {task.seed}: {what}: {problem[:500]}") from failure
 
 
 def action_at_random(env: AsyncEnv, chosen: random.Random, own: Sequence[str] = ()) -> str:
     """One action: a text, or calls of the environment's tools with arguments that fit, nearly fit, or do not."""
-    tools = _tools(env)
-    kind = chosen.random()
-    if own and kind < 0.2:
+    tool_schemas = _tools(env)
+    draw = chosen.random()
+    if own and draw < 0.2:
         return chosen.choice(own)
-    if not tools or kind < 0.35:
-        return _text_at_random(chosen, [str(tool["name"]) for tool in tools])
-    calls = [chosen.choice(tools) for _ in range(chosen.choice((1, 1, 1, 2, 5)))]
-    return "".join(_call(env, str(tool["name"]), _arguments(tool, chosen)) for tool in calls)
+    if not tool_schemas or draw < 0.35:
+        return _text_at_random(chosen, [str(tool["name"]) for tool in tool_schemas])
+    chosen_tools = [chosen.choice(tool_schemas) for _ in range(chosen.choice((1, 1, 1, 2, 5)))]
+    return "".join(_call(env, str(tool["name"]), _arguments(tool, chosen)) for tool in chosen_tools)
 
 
 def _text_at_random(chosen: random.Random, names: Sequence[str]) -> str:
-    name = chosen.choice(names) if names else "tool"
+    tool_name = chosen.choice(names) if names else "tool"
     inside = chosen.choice(TEXTS)
-    forms = (
+    text_forms = (
         *(inside, f"<answer>{inside}</answer>", f"action: {inside}", f"[{inside}]", f"<tool_call>{inside}</tool_call>"),
         *(
             "<tool_call>" * 2_000,
             "<answer>" * 2_000,
-            f'<tool_call>{{"name": "{name}", "arguments": {inside}}}</tool_call>',
+            f'<tool_call>{{"name": "{tool_name}", "arguments": {inside}}}</tool_call>',
         ),
-        f'<tool_call>{{"name": "{name}", "arguments": {{"line": 1{"0" * 6_000}}}}}</tool_call>',
-        f'<tool_call>{{"name": "{name}", "arguments": {"[" * 500}{"]" * 500}}}</tool_call>',
-        f'<tool_call>{{"name": "{name}"}}</tool_call>' * 40,
+        f'<tool_call>{{"name": "{tool_name}", "arguments": {{"line": 1{"0" * 6_000}}}}}</tool_call>',
+        f'<tool_call>{{"name": "{tool_name}", "arguments": {"[" * 500}{"]" * 500}}}</tool_call>',
+        f'<tool_call>{{"name": "{tool_name}"}}</tool_call>' * 40,
     )
-    return chosen.choice(forms)
+    return chosen.choice(text_forms)
 
 
 def _call(env: AsyncEnv, name: str, arguments: Mapping[str, Json]) -> str:
-    write = getattr(env, "call", None)
-    if callable(write):
-        return str(write(name, **arguments))
+    write_call = getattr(env, "call", None)
+    if callable(write_call):
+        return str(write_call(name, **arguments))
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -212,16 +213,16 @@ def _parameters(tool: Mapping[str, Json]) -> Mapping[str, Any]:
 def _plain(schema: Mapping[str, Any]) -> Json:
     if "enum" in schema:
         return schema["enum"][0]
-    plain: Mapping[str, Json] = {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}
-    return plain.get(str(schema.get("type")), "a")
+    plain_values: Mapping[str, Json] = {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}
+    return plain_values.get(str(schema.get("type")), "a")
 
 
 def _arguments(tool: Mapping[str, Json], chosen: random.Random) -> dict[str, Json]:
-    needed: Sequence[str] = _parameters(tool).get("required") or ()
+    required_names: Sequence[str] = _parameters(tool).get("required") or ()
     arguments = {
-        name: _value(schema, chosen)
-        for name, schema in _fields(tool).items()
-        if name in needed or chosen.random() < 0.5
+        field_name: _value(schema, chosen)
+        for field_name, schema in _fields(tool).items()
+        if field_name in required_names or chosen.random() < 0.5
     }
     if chosen.random() < 0.1:
         arguments["surplus"] = None
@@ -231,14 +232,14 @@ def _arguments(tool: Mapping[str, Json], chosen: random.Random) -> dict[str, Jso
 def _value(schema: Mapping[str, Any], chosen: random.Random) -> Json:
     if chosen.random() < 0.1:
         return chosen.choice(_OTHERS)
-    kind = schema.get("type")
+    schema_type = schema.get("type")
     if "enum" in schema:
         return chosen.choice(schema["enum"])
-    if kind in ("integer", "number"):
+    if schema_type in ("integer", "number"):
         return chosen.choice(NUMBERS)
-    if kind == "array":
+    if schema_type == "array":
         return [_value(schema.get("items") or {}, chosen) for _ in range(chosen.choice((0, 1, 2, 3, 2_000)))]
-    return chosen.choice((True, False)) if kind == "boolean" else chosen.choice(TEXTS)
+    return chosen.choice((True, False)) if schema_type == "boolean" else chosen.choice(TEXTS)
 
 
 def _short(action: str) -> str:

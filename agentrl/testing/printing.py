@@ -40,33 +40,34 @@ def check_linear(
     valid answer; any other exception is passed on."""
     for unit in _units(words, signs, seeds):
         # One line, many lines, and a line that begins like a real one: backtracking often starts only behind a match.
-        for start, end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
-            repeated = unit + end
-            short, long = (start + repeated * (length // len(repeated)) for length in (size, _TIMES * size))
-            text = f"{start!r} and then {repeated!r} again and again"
+        for text_start, unit_end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
+            repeated_unit = unit + unit_end
+            counts = (length // len(repeated_unit) for length in (size, _TIMES * size))
+            short, long = (text_start + repeated_unit * count for count in counts)
+            label = f"{text_start!r} and then {repeated_unit!r} again and again"
             if _cpu_s(read, long) > _QUICK_S:  # the best of several runs: other threads may disturb one
                 ratio = min(_cpu_s(read, long) for _ in range(3)) / min(_cpu_s(read, short) for _ in range(3))
-                assert ratio < _RATIO, f"{text}: {_TIMES} times the text cost {ratio:.0f} times the time"
+                assert ratio < _RATIO, f"{label}: {_TIMES} times the text cost {ratio:.0f} times the time"
             # Memory in a run of its own: tracemalloc slows each allocation down, and would make the time that was
             # measured beside it useless.
-            used = _peak_bytes(read, long)
-            assert used < _BYTES * len(long), f"{text}: {len(long)} characters took {used} bytes"
+            used_bytes = _peak_bytes(read, long)
+            assert used_bytes < _BYTES * len(long), f"{label}: {len(long)} characters took {used_bytes} bytes"
 
 
 def _units(words: Sequence[str], signs: Sequence[str], seeds: int) -> Iterator[str]:
     yield from signs
     yield from words
     for seed in range(seeds):
-        chosen = random.Random(seed)
-        yield "".join(chosen.choices([*words, *words, *signs], k=chosen.randint(2, 4)))
+        generator = random.Random(seed)
+        yield "".join(generator.choices([*words, *words, *signs], k=generator.randint(2, 4)))
 
 
 def _cpu_s(read: Callable[[str], object], text: str) -> float:
     # CPU time of this thread: by the clock, a machine with too much to do would make a linear parser look quadratic.
-    began = time.thread_time()
+    began_at = time.thread_time()
     with suppress(PolicyFault):
         read(text)
-    return time.thread_time() - began
+    return time.thread_time() - began_at
 
 
 def _peak_bytes(read: Callable[[str], object], text: str) -> int:

@@ -33,11 +33,13 @@ class FakeScoring(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The next answer of the script."""
-        body: dict[str, Any] = json.loads(await request.aread())
-        self.requests.append((request.url.path, body))
-        chars = sum(len(message["content"]) for message in body.get("messages", ()))
-        if self._longest is not None and chars > self._longest:
-            problem = f"This model's maximum context length is {self._longest} characters, and there are {chars}"
+        request_body: dict[str, Any] = json.loads(await request.aread())
+        self.requests.append((request.url.path, request_body))
+        character_count = sum(len(message["content"]) for message in request_body.get("messages", ()))
+        if self._longest is not None and character_count > self._longest:
+            problem = (
+                f"This model's maximum context length is {self._longest} characters, and there are {character_count}"
+            )
             return _answer({"error": {"message": problem, "code": 400}}, 400)
         entry = self._script[min(self._answered, len(self._script) - 1)]
         self._answered += 1
@@ -45,13 +47,13 @@ class FakeScoring(httpx.AsyncBaseTransport):
             raise entry
         if request.url.path == "/classify":
             return _answer({"data": [{"index": 0, "probs": self._outputs, "num_classes": len(self._outputs)}]})
-        content = entry if isinstance(entry, str) else _verdict(body["messages"][0]["content"], entry)
+        content = entry if isinstance(entry, str) else _verdict(request_body["messages"][0]["content"], entry)
         return _answer({"choices": [{"index": 0, "message": {"role": "assistant", "content": content}}]})
 
 
 def _verdict(system: str, points: int) -> str:
-    boundary = re.search(r'"boundary": "(\w+)"', system)
-    return json.dumps({"reason": "scripted", "boundary": boundary[1] if boundary else "", "score": points})
+    boundary_match = re.search(r'"boundary": "(\w+)"', system)
+    return json.dumps({"reason": "scripted", "boundary": boundary_match[1] if boundary_match else "", "score": points})
 
 
 def _answer(document: dict[str, Json], status: int = 200) -> httpx.Response:

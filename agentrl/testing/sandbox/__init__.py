@@ -53,10 +53,10 @@ class Report:
 
     def must_pass(self) -> None:
         """Raises AssertionError, which names every failed case."""
-        lines = [f"{outcome.case.suite}: {outcome.case.name}: {outcome.problem}" for outcome in self.failed]
-        if lines:
-            promises = f"{len(lines)} of {len(self.outcomes)} promises"
-            raise AssertionError(f"{self.backend} breaks {promises}:\n" + "\n".join(lines))
+        failure_lines = [f"{outcome.case.suite}: {outcome.case.name}: {outcome.problem}" for outcome in self.failed]
+        if failure_lines:
+            promises = f"{len(failure_lines)} of {len(self.outcomes)} promises"
+            raise AssertionError(f"{self.backend} breaks {promises}:\n" + "\n".join(failure_lines))
 
 
 async def check_sandbox(
@@ -64,20 +64,20 @@ async def check_sandbox(
 ) -> Report:
     """Run the cases one after the other. The caller closes the backend. Raises SandboxUnavailable if it has no box."""
     outcomes: list[Outcome] = []
-    for each in CASES:
-        if each.suite not in suites or (each.isolation and not isolation):
+    for sandbox_case in CASES:
+        if sandbox_case.suite not in suites or (sandbox_case.isolation and not isolation):
             continue
-        began = time.monotonic()
+        began_at = time.monotonic()
         problem = ""
         try:
-            await each.run(backend)
+            await sandbox_case.run(backend)
         # Raised and not counted: a machine without the backend says nothing about its promises, and a table of failures
         # would.
         except SandboxUnavailable:
             raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        outcomes.append(Outcome(case=each, problem=problem, duration_s=time.monotonic() - began))
+        outcomes.append(Outcome(case=sandbox_case, problem=problem, duration_s=time.monotonic() - began_at))
     return Report(backend=backend.name, outcomes=outcomes)
 
 

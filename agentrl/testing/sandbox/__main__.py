@@ -24,13 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("backends", nargs="+", help="registry ids: bubblewrap, docker, ...")
     parser.add_argument("--image", help="image of the backend docker")
     parser.add_argument("--write", type=Path, help="a document whose tables are replaced")
-    chosen = parser.parse_args(argv)
-    reports = trio.run(_check_all, list(chosen.backends), chosen.image)
-    text = tables(reports)
-    if chosen.write is None:
-        print(text)
+    options = parser.parse_args(argv)
+    reports = trio.run(_check_all, list(options.backends), options.image)
+    table_text = tables(reports)
+    if options.write is None:
+        print(table_text)
     else:
-        chosen.write.write_text(with_tables(chosen.write.read_text(), text))
+        options.write.write_text(with_tables(options.write.read_text(), table_text))
     for report in reports:
         for outcome in report.failed:
             print(f"{report.backend}: {outcome.case.name}: {outcome.problem}")
@@ -39,21 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_tables(document: str, text: str) -> str:
     """The document with `text` between the marks. Raises UsageError if the marks are missing."""
-    before, mark, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
+    before, begin_mark, after_begin = document.partition(BEGIN)
+    _, end_mark, after = after_begin.partition(END)
+    if not begin_mark or not end_mark:
         raise UsageError(f"the document lacks the marks {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n\n{text}\n{END}{after}"
 
 
 async def _check_all(names: Sequence[str], image: str | None) -> list[Report]:
     reports: list[Report] = []
-    for name in names:
-        each = backend(name, **({"image": image} if image and name == "docker" else {}))
+    for backend_name in names:
+        sandbox_backend = backend(backend_name, **({"image": image} if image and backend_name == "docker" else {}))
         try:
-            reports.append(await check_sandbox(each))
+            reports.append(await check_sandbox(sandbox_backend))
         finally:
-            await each.aclose()
+            await sandbox_backend.aclose()
     return reports
 
 

@@ -95,8 +95,8 @@ async def _(bench: Bench) -> None:
     async with bench.box(files={"f": b"12345"}) as box:
         await output(box, "truncate -s 60M sparse")
         assert await box.read("f", most_bytes=5) == b"12345"
-        for path, most in (("f", 4), ("f", 0), ("sparse", 1000)):
-            await must_refuse(box.read(path, most_bytes=most))
+        for path, most_bytes in (("f", 4), ("f", 0), ("sparse", 1000)):
+            await must_refuse(box.read(path, most_bytes=most_bytes))
 
 
 @promise()
@@ -120,13 +120,13 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a tree comes in with its modes, links and empty folders, and its programs run"""
     with tempfile.TemporaryDirectory() as name:
-        source = Path(name) / "tree"
-        (source / "sub" / "empty").mkdir(parents=True)
-        (source / "run.sh").write_text("#!/bin/sh\necho ran\n")
-        (source / "run.sh").chmod(0o755)
-        (source / "link").symlink_to("run.sh")
+        source_path = Path(name) / "tree"
+        (source_path / "sub" / "empty").mkdir(parents=True)
+        (source_path / "run.sh").write_text("#!/bin/sh\necho ran\n")
+        (source_path / "run.sh").chmod(0o755)
+        (source_path / "link").symlink_to("run.sh")
         async with bench.box() as box:
-            await box.upload(source, "into/tree")
+            await box.upload(source_path, "into/tree")
             assert await output(box, "into/tree/link && ls -d into/tree/sub/empty") == "ran\ninto/tree/sub/empty\n"
 
 
@@ -134,28 +134,28 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a tree goes out as it came in"""
     with tempfile.TemporaryDirectory() as name:
-        source, back = Path(name) / "source", Path(name) / "back"
-        (source / "a").mkdir(parents=True)
-        (source / "a" / "bytes").write_bytes(_ALL_BYTES)
-        (source / "a" / "run").write_text("#!/bin/sh\n")
-        (source / "a" / "run").chmod(0o755)
+        source_path, returned_path = Path(name) / "source", Path(name) / "back"
+        (source_path / "a").mkdir(parents=True)
+        (source_path / "a" / "bytes").write_bytes(_ALL_BYTES)
+        (source_path / "a" / "run").write_text("#!/bin/sh\n")
+        (source_path / "a" / "run").chmod(0o755)
         async with bench.box() as box:
-            await box.upload(source, "tree")
-            await box.download("tree", back)
-        assert (back / "a" / "bytes").read_bytes() == _ALL_BYTES
-        assert (back / "a" / "run").stat().st_mode & 0o777 == 0o755
+            await box.upload(source_path, "tree")
+            await box.download("tree", returned_path)
+        assert (returned_path / "a" / "bytes").read_bytes() == _ALL_BYTES
+        assert (returned_path / "a" / "run").stat().st_mode & 0o777 == 0o755
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a single file goes in and out by upload and download"""
     with tempfile.TemporaryDirectory() as name:
-        source, back = Path(name) / "source", Path(name) / "new" / "back"
-        source.write_bytes(_ALL_BYTES)
+        source_path, returned_path = Path(name) / "source", Path(name) / "new" / "back"
+        source_path.write_bytes(_ALL_BYTES)
         async with bench.box() as box:
-            await box.upload(source, "deep/file")
-            await box.download("deep/file", back)
-        assert back.read_bytes() == _ALL_BYTES
+            await box.upload(source_path, "deep/file")
+            await box.download("deep/file", returned_path)
+        assert returned_path.read_bytes() == _ALL_BYTES
 
 
 @promise()
@@ -174,10 +174,10 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """restore brings back content, deletes what is new, and works more than once"""
     async with bench.box(files={"a/old": b"1"}) as box:
-        snapshot = await box.snapshot()
+        snapshot_id = await box.snapshot()
         for _ in range(2):
             await output(box, "echo 2 > a/old; touch a/new; rm -rf b; mkdir b")
-            await box.restore(snapshot)
+            await box.restore(snapshot_id)
             assert await output(box, "cat a/old; ls a; ls") == "1old\na\n"
 
 
@@ -207,15 +207,15 @@ async def _(bench: Bench) -> None:
     """a fork starts with the same files and then goes its own way, in both directions"""
     async with bench.box(files={"f": b"1"}) as box:
         await output(box, "echo more >> f; chmod 700 f; ln -s f l")
-        twin = await box.fork()
+        forked_box = await box.fork()
         try:
-            assert await output(twin, "cat l; stat -c %a f") == "1more\n700\n"
-            await twin.write("f", b"twin")
+            assert await output(forked_box, "cat l; stat -c %a f") == "1more\n700\n"
+            await forked_box.write("f", b"twin")
             await box.write("g", b"box")
             assert await box.read("f") == b"1more\n"
-            await must_refuse(twin.read("g"))
+            await must_refuse(forked_box.read("g"))
         finally:
-            await twin.close()
+            await forked_box.close()
         assert await output(box, "cat f") == "1more\n"
 
 
@@ -223,12 +223,12 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a fork outlives its origin"""
     async with bench.box(files={"f": b"1"}) as box:
-        twin = await box.fork()
+        forked_box = await box.fork()
         await box.close()
         try:
-            assert await output(twin, "cat f") == "1"
+            assert await output(forked_box, "cat f") == "1"
         finally:
-            await twin.close()
+            await forked_box.close()
 
 
 # --- packed boxes: a promise only of backends whose boxes have `pack` and `unpack` ------------------------------------
@@ -243,68 +243,68 @@ def _packable(box: Sandbox) -> PackableSandbox | None:
 @promise()
 async def _(bench: Bench) -> None:
     """a packed box goes on in another: content, modes, links, second names, pipes and odd names, after its own end"""
-    make = r"""
+    make_script = r"""
         mkdir -p d/empty; printf '#!/bin/sh\necho ran\n' > d/run; chmod 711 d/run; ln -s d/run link; ln d/run second
         ln -s /etc/passwd out; mkfifo pipe; echo odd > "$(printf 'new\nline \377')"; chmod 500 d
         [ -z "$TMPDIR" ] || echo kept > "$TMPDIR/kept"
     """
-    see = r"""
+    look_script = r"""
         find . | LC_ALL=C sort | od -c; ./link; stat -c '%a %h' d/run second; readlink link out; stat -c %F pipe
         stat -c '%a %Y' d; cat new*; cat "${TMPDIR:-.}/kept" """
-    async with bench.box(files={"f": _ALL_BYTES}) as box, bench.box(files={"gone": b"1"}) as other:
-        if (first := _packable(box)) is None or (second := _packable(other)) is None:
+    async with bench.box(files={"f": _ALL_BYTES}) as box, bench.box(files={"gone": b"1"}) as other_box:
+        if (first := _packable(box)) is None or (second := _packable(other_box)) is None:
             return
-        await output(box, make)
-        seen, data = await output(box, see), await first.pack(_MOST)
+        await output(box, make_script)
+        output_before, data = await output(box, look_script), await first.pack(_MOST)
         await box.close()
         for _ in range(2):
             await second.unpack(data)
-            assert await output(other, see) == seen
-            assert await other.read("f") == _ALL_BYTES
-            await must_refuse(other.read("gone"))
-            await output(other, "chmod 700 d; rm -rf d f; echo new > gone")
+            assert await output(other_box, look_script) == output_before
+            assert await other_box.read("f") == _ALL_BYTES
+            await must_refuse(other_box.read("gone"))
+            await output(other_box, "chmod 700 d; rm -rf d f; echo new > gone")
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a box in which a process runs is not packed, and says so; once it has ended it is"""
     async with bench.box(files={"f": b"1"}) as box:
-        if (packable := _packable(box)) is None:
+        if (packable_box := _packable(box)) is None:
             return
-        process = await box.start(["sleep", "600"])
-        for call in (packable.pack(_MOST), packable.unpack(b"")):
+        box_process = await box.start(["sleep", "600"])
+        for operation in (packable_box.pack(_MOST), packable_box.unpack(b"")):
             try:
-                await call
+                await operation
             except BoxBusy as error:
                 assert "process" in str(error)
             else:
                 raise AssertionError("a box was copied under a running process")
-        await process.kill()
-        assert await packable.pack(_MOST)
+        await box_process.kill()
+        assert await packable_box.pack(_MOST)
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a box that holds more than may be packed says so: SandboxPathError, also one that only looks large"""
     async with bench.box() as box:
-        if (packable := _packable(box)) is None:
+        if (packable_box := _packable(box)) is None:
             return
         await output(box, "head -c 2000000 /dev/urandom > random")
-        await must_refuse(packable.pack(1 << 20))
+        await must_refuse(packable_box.pack(1 << 20))
         await output(box, "rm random; truncate -s 60M a; cp --sparse=always a b; ln a c; truncate -s 60M d e f")
-        await must_refuse(packable.pack(1 << 20))
+        await must_refuse(packable_box.pack(1 << 20))
         await output(box, "rm ?; echo 1 > a")
-        assert await packable.pack(1 << 20)
+        assert await packable_box.pack(1 << 20)
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """bytes that are no packed box are SandboxError, and the box can be used after it"""
     async with bench.box() as box:
-        if (packable := _packable(box)) is None:
+        if (packable_box := _packable(box)) is None:
             return
-        data = await packable.pack(_MOST)
-        for hostile in (b"", b"PK" + data, data[: len(data) // 2], data[:8] + os.urandom(100)):
-            await must_fail(packable.unpack(hostile))
-        await packable.unpack(data)
+        data = await packable_box.pack(_MOST)
+        for broken_bytes in (b"", b"PK" + data, data[: len(data) // 2], data[:8] + os.urandom(100)):
+            await must_fail(packable_box.unpack(broken_bytes))
+        await packable_box.unpack(data)
         assert await output(box, "ls") == ""

@@ -58,9 +58,9 @@ class Case:
 
     async def run(self, backend: SandboxBackend) -> None:
         """Run the case. Raises AssertionError, also when the deadline passes."""
-        with trio.move_on_after(self.deadline_s) as deadline:
+        with trio.move_on_after(self.deadline_s) as deadline_scope:
             await self.body(Bench(backend))
-        assert not deadline.cancelled_caught, f"not done after {self.deadline_s:.0f} s"
+        assert not deadline_scope.cancelled_caught, f"not done after {self.deadline_s:.0f} s"
 
 
 Body = Callable[[Bench], Awaitable[None]]
@@ -73,8 +73,8 @@ def case(
 
     def add(body: Body) -> Body:
         assert body.__doc__, "a case is named by its docstring"
-        walls = suite == "red team" if isolation is None else isolation
-        cases.append(Case(body.__doc__.strip().rstrip("."), suite, body, walls, deadline_s))
+        needs_isolation = suite == "red team" if isolation is None else isolation
+        cases.append(Case(body.__doc__.strip().rstrip("."), suite, body, needs_isolation, deadline_s))
         return body
 
     return add
@@ -117,33 +117,33 @@ async def must_fail(operation: Awaitable[object]) -> None:
 
 def host_processes(marker: str) -> list[int]:
     """Ids of host processes whose command line holds `marker`."""
-    pids: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+    process_ids: list[int] = []
+    for process_folder in Path("/proc").iterdir():
+        if process_folder.name.isdecimal() and int(process_folder.name) != os.getpid():
             try:
                 # By a random text in the command line, as the only thing that survives: a process that escaped has
                 # another parent, group and session.
-                if marker.encode() in (entry / "cmdline").read_bytes():
-                    pids.append(int(entry.name))
+                if marker.encode() in (process_folder / "cmdline").read_bytes():
+                    process_ids.append(int(process_folder.name))
             except OSError:
                 continue
-    return pids
+    return process_ids
 
 
 async def must_vanish(marker: str) -> None:
     """Host processes with `marker` must be gone soon."""
     with trio.move_on_after(GUARD_S / 4):
-        for pid in host_processes(marker):
+        for process_id in host_processes(marker):
             with suppress(ProcessLookupError):
                 # By descriptor: while the end is awaited, the number may be given to another process, and the case
                 # would then wait for a stranger.
-                descriptor = os.pidfd_open(pid)
+                descriptor = os.pidfd_open(process_id)
                 try:
                     await trio.lowlevel.wait_readable(descriptor)
                 finally:
                     os.close(descriptor)
     survivors = host_processes(marker)
-    for pid in survivors:  # this case started them: no other process has its marker
+    for process_id in survivors:  # this case started them: no other process has its marker
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(process_id, signal.SIGKILL)
     assert not survivors, "processes of the box still run on the host"

@@ -33,8 +33,8 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """exit codes 0, 1 and 255 arrive as they are"""
     async with bench.box() as box:
-        for code in (0, 1, 255):
-            assert (await sh(box, f"exit {code}")).exit_code == code
+        for exit_code in (0, 1, 255):
+            assert (await sh(box, f"exit {exit_code}")).exit_code == exit_code
 
 
 @promise()
@@ -128,10 +128,10 @@ async def _(bench: Bench) -> None:
 @promise()
 async def _(bench: Bench) -> None:
     """a megabyte of stdin passes while the command writes as it reads"""
-    data = os.urandom(1 << 20)
+    input_bytes = os.urandom(1 << 20)
     async with bench.box() as box:
-        result = await box.exec(["sha256sum"], stdin=data)
-        assert result.stdout.split()[0].decode() == hashlib.sha256(data).hexdigest()
+        result = await box.exec(["sha256sum"], stdin=input_bytes)
+        assert result.stdout.split()[0].decode() == hashlib.sha256(input_bytes).hexdigest()
 
 
 @promise()
@@ -198,16 +198,16 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """cwd is relative to the work folder"""
     async with bench.box(files={"a/b/c.txt": b"deep"}) as box:
-        for cwd in ("a/b", "./a/b/", "a/../a/b"):
-            assert (await sh(box, "cat c.txt", cwd=cwd)).stdout == b"deep", cwd
+        for work_folder in ("a/b", "./a/b/", "a/../a/b"):
+            assert (await sh(box, "cat c.txt", cwd=work_folder)).stdout == b"deep", work_folder
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a cwd that is missing, a file, or leads out is exit code 126, a result"""
     async with bench.box(files={"file": b""}) as box:
-        for cwd in ("missing", "file", "../..", "/etc", "a\0b"):
-            assert (await box.exec(["true"], cwd=cwd)).exit_code == 126, cwd
+        for work_folder in ("missing", "file", "../..", "/etc", "a\0b"):
+            assert (await box.exec(["true"], cwd=work_folder)).exit_code == 126, work_folder
 
 
 # --- commands: time ---------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ async def _(bench: Bench) -> None:
                     await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
         with trio.fail_after(GUARD_S):
-            first = await output(box, "cat beat")
-            assert await output(box, "sleep 0.3; cat beat") == first, "the cancelled command still runs"
+            first_beat = await output(box, "cat beat")
+            assert await output(box, "sleep 0.3; cat beat") == first_beat, "the cancelled command still runs"
 
 
 async def _holds(box: Sandbox, path: str) -> bool:

@@ -51,14 +51,14 @@ ARM = platform.machine() == "aarch64"
 @contextmanager
 def secret_file() -> Generator[tuple[Path, str]]:
     """A file on the host that no box may read, and its text."""
-    secret = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="host-secret-") as name:
-        path = Path(name) / "secret"
-        path.write_text(secret)
-        Path(name).chmod(0o755)
+    secret_text = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="host-secret-") as folder_name:
+        secret_path = Path(folder_name) / "secret"
+        secret_path.write_text(secret_text)
+        Path(folder_name).chmod(0o755)
         # Readable and writable for all: what keeps the box away has to be its wall, not the permissions of a file.
-        path.chmod(0o666)
-        yield path, secret
+        secret_path.chmod(0o666)
+        yield secret_path, secret_text
 
 
 def only(path: Path) -> bool:
@@ -109,7 +109,7 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """swapping a folder for a link while the host reads and writes below it"""
-    swap = """
+    swap_program = """
 import os
 os.makedirs("real/d"); open("real/d/secret", "w").write("inside")
 os.symlink(TARGET, "real/l")
@@ -119,35 +119,37 @@ while True:
 """
     with secret_file() as (path, secret):
         async with bench.box() as box:
-            await box.start(["python3", "-c", f"TARGET = {str(path.parent)!r}\n{swap}"])
+            await box.start(["python3", "-c", f"TARGET = {str(path.parent)!r}\n{swap_program}"])
             with trio.fail_after(GUARD_S):
                 while (await sh(box, "test -e real/l || test -e real/d")).exit_code:
                     pass
             # A race is won or lost by chance, so the attack is repeated; by time and not by count alone, as a call
             # takes a millisecond on one backend and a hundred on another.
-            enough = trio.current_time() + 10.0
-            for number in range(300):
-                if trio.current_time() > enough:
+            deadline = trio.current_time() + 10.0
+            for attempt_number in range(300):
+                if trio.current_time() > deadline:
                     break
                 with suppress(SandboxPathError):
                     assert secret.encode() not in await box.read("real/d/secret")
-                    await box.write(f"real/d/new{number % 7}", b"owned")
+                    await box.write(f"real/d/new{attempt_number % 7}", b"owned")
         assert path.read_text() == secret and only(path)
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """a downloaded tree that holds links to the outside"""
-    plant = "mkdir -p t/d; ln -s / t/root; ln -s ../../etc t/up; ln -s . t/dot; ln -s dot/.. t/sly; ln -s d t/fine"
+    plant_script = (
+        "mkdir -p t/d; ln -s / t/root; ln -s ../../etc t/up; ln -s . t/dot; ln -s dot/.. t/sly; ln -s d t/fine"
+    )
     with tempfile.TemporaryDirectory() as name:
-        target = Path(name) / "out" / "tree"
+        target_folder = Path(name) / "out" / "tree"
         async with bench.box() as box:
-            await output(box, plant + "; ln -s ../.. t/d/high; ln -s ../.. top; echo x > t/d/f")
-            await box.download("t", target)
-        links = [path for path in target.rglob("*") if path.is_symlink()]
-        outside = [path for path in links if not path.resolve().is_relative_to(target.resolve())]
-        assert not outside, f"leads out: {[str(path.relative_to(target)) for path in outside]}"
-        assert (target / "d" / "f").read_text() == "x\n"
+            await output(box, plant_script + "; ln -s ../.. t/d/high; ln -s ../.. top; echo x > t/d/f")
+            await box.download("t", target_folder)
+        planted_links = [path for path in target_folder.rglob("*") if path.is_symlink()]
+        links_outside = [path for path in planted_links if not path.resolve().is_relative_to(target_folder.resolve())]
+        assert not links_outside, f"leads out: {[str(path.relative_to(target_folder)) for path in links_outside]}"
+        assert (target_folder / "d" / "f").read_text() == "x\n"
 
 
 @attack()
@@ -177,8 +179,8 @@ async def _(bench: Bench) -> None:
     """reading the host's files by their paths"""
     with secret_file() as (path, secret):
         async with bench.box() as box:
-            places = f"{path} /root /home /var/lib /proc/1/root{path} /proc/1/cwd /proc/self/root{path}"
-            result = await sh(box, f"cat {places}; ls -R /root /home 2>/dev/null | head -50")
+            host_places = f"{path} /root /home /var/lib /proc/1/root{path} /proc/1/cwd /proc/self/root{path}"
+            result = await sh(box, f"cat {host_places}; ls -R /root /home 2>/dev/null | head -50")
             assert secret.encode() not in result.stdout and not result.stdout.strip(), result.stdout[:200]
 
 
@@ -198,23 +200,27 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """kernel settings through /proc/sys, /sys and sysrq"""
-    kernel = "/proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sys/vm/drop_caches /proc/sysrq-trigger"
-    program = """
+    kernel_files = (
+        "/proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sys/vm/drop_caches /proc/sysrq-trigger"
+    )
+    attack_program = """
 import os, sys
 for path in sys.argv[1:]:
     try: os.close(os.open(path, os.O_WRONLY)); print("HIT", path)  # opened, never written
     except OSError: pass
 """
     async with bench.box() as box:
-        result = await py(box, program, *kernel.split(), "/sys/power/state", "/sys/kernel/uevent_helper")
+        result = await py(box, attack_program, *kernel_files.split(), "/sys/power/state", "/sys/kernel/uevent_helper")
         assert b"HIT" not in result.stdout, result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """memory, disks and the kernel log as device nodes"""
-    devices = "/dev/mem /dev/kmsg /dev/port /dev/kcore /proc/kcore /dev/sda /dev/vda /dev/nvme0n1 /dev/loop0 /dev/kvm"
-    program = """
+    device_files = (
+        "/dev/mem /dev/kmsg /dev/port /dev/kcore /proc/kcore /dev/sda /dev/vda /dev/nvme0n1 /dev/loop0 /dev/kvm"
+    )
+    attack_program = """
 import os, sys
 for path in sys.argv[1:]:
     try: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)); print("HIT", path)  # opened, never read
@@ -222,7 +228,7 @@ for path in sys.argv[1:]:
 """
     async with bench.box() as box:
         await sh(box, "mknod d b 8 0")
-        result = await py(box, program, *devices.split(), "d")
+        result = await py(box, attack_program, *device_files.split(), "d")
         assert not result.stdout, result
 
 
@@ -250,21 +256,21 @@ print(all(held), held)
 async def _(bench: Bench) -> None:
     """new user, mount, pid or network namespaces"""
     async with bench.box() as box:
-        for flag in ("--user --map-root-user", "--mount", "--pid --fork", "--net", "--user"):
-            assert (await sh(box, f"unshare {flag} true")).exit_code != 0, flag
-        program = _CALL + "flags = 0x10000000 | 17\nprint(refused(220 if ARM else 56, flags, 0, 0, 0, 0))"
-        assert (await py(box, program)).stdout == b"True\n"
+        for namespace_flag in ("--user --map-root-user", "--mount", "--pid --fork", "--net", "--user"):
+            assert (await sh(box, f"unshare {namespace_flag} true")).exit_code != 0, namespace_flag
+        attack_program = _CALL + "flags = 0x10000000 | 17\nprint(refused(220 if ARM else 56, flags, 0, 0, 0, 0))"
+        assert (await py(box, attack_program)).stdout == b"True\n"
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """capabilities, new privileges, and the system call filter as /proc/self/status shows them"""
     async with bench.box() as box:
-        lines = (await output(box, "cat /proc/self/status")).splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        status_lines = (await output(box, "cat /proc/self/status")).splitlines()
+        status_fields = dict(line.split(":\t", 1) for line in status_lines if ":\t" in line)
         for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
-            assert int(status[name], 16) == 0, f"{name} is {status[name]}"
-        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2"), status
+            assert int(status_fields[name], 16) == 0, f"{name} is {status_fields[name]}"
+        assert (status_fields["NoNewPrivs"], status_fields["Seccomp"]) == ("1", "2"), status_fields
 
 
 @attack()
@@ -273,29 +279,31 @@ async def _(bench: Bench) -> None:
     async with bench.box() as box:
         result = await sh(box, "cp /usr/bin/id myid && chmod 6755 myid && ./myid -u")
         assert result.stdout.split()[0] != b"0", result
-        program = "import os\ntry:\n    os.setuid(0); print('root')\nexcept OSError:\n    print('refused')"
-        assert (await py(box, program)).stdout == b"refused\n"
+        attack_program = "import os\ntry:\n    os.setuid(0); print('root')\nexcept OSError:\n    print('refused')"
+        assert (await py(box, attack_program)).stdout == b"refused\n"
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """ptrace, process_vm_readv, bpf, perf, userfaultfd, keyrings, kexec, modules, io_uring"""
-    x86 = (
+    x86_calls = (
         "(101, 0), (310, 1), (321, 0), (298, 0), (323, 0), (248, b'user'), (250, 0), (246, 0, 1000), (175, 0), (425, 8)"
     )
-    arm = (
+    arm_calls = (
         "(117, 0), (270, 1), (280, 0), (241, 0), (282, 0), (217, b'user'), (219, 0), (104, 0, 1000), (105, 0), (425, 8)"
     )
-    program = f"{_CALL}\nheld = [refused(*call, 0, 0, 0, 0, 0) for call in (({arm}) if ARM else ({x86}))]"
+    attack_program = (
+        f"{_CALL}\nheld = [refused(*call, 0, 0, 0, 0, 0) for call in (({arm_calls}) if ARM else ({x86_calls}))]"
+    )
     async with bench.box() as box:
-        result = await py(box, f"{program}\nprint(all(held), held)")
+        result = await py(box, f"{attack_program}\nprint(all(held), held)")
         assert result.stdout.startswith(b"True"), result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """keys typed into the terminal of whoever watches (TIOCSTI), also with high bits set"""
-    program = """
+    attack_program = """
 import fcntl, os, ctypes, errno
 libc = ctypes.CDLL(None, use_errno=True)
 parent, child = os.openpty()
@@ -307,13 +315,13 @@ for request in (0x5412, 0x5412 | 1 << 32, 0x541C):
 print(hits)
 """
     async with bench.box() as box:
-        assert (await py(box, program)).stdout == b"0\n"
+        assert (await py(box, attack_program)).stdout == b"0\n"
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """the host's clock, name, priorities and hard limits"""
-    program = """
+    attack_program = """
 import os, resource, time
 hits = []
 def attempt(name, *call):
@@ -332,14 +340,14 @@ print(hits)
     name = socket.gethostname()
     async with bench.box() as box:
         await walls.no_capabilities(box)
-        assert (await py(box, program)).stdout == b"[]\n"
+        assert (await py(box, attack_program)).stdout == b"[]\n"
     assert socket.gethostname() == name
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """control groups: mounting them, leaving them, raising their bounds"""
-    script = """
+    attack_script = """
 for f in $(find /sys/fs/cgroup -writable -type f 2>/dev/null | head -5); do echo HIT $f; done
 mkdir -p cg && mount -t cgroup -o memory none cg && echo HIT mount
 mount -t cgroup2 none cg && echo HIT mount2
@@ -347,7 +355,7 @@ true
 """
     async with bench.box() as box:
         await walls.no_capabilities(box)
-        assert b"HIT" not in (await sh(box, script)).stdout
+        assert b"HIT" not in (await sh(box, attack_script)).stdout
 
 
 # --- other processes -------------------------------------------------------------------------------------------------
@@ -361,11 +369,12 @@ async def _(bench: Bench) -> None:
         # A process that is surely there: without it, a box that sees nothing at all could not be told from one whose
         # /proc was just not read.
         with walls.witness(marker):
-            script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'"
-            listing = await output(box, script)
+            attack_script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'"
+            listing = await output(box, attack_script)
         assert marker not in listing
-        count = await output(box, "ls -d /proc/[0-9]* | wc -l")
-        assert int(count) < 30, f"{count} processes are visible"  # a backend's own calls are some, on a busy machine
+        visible_count = await output(box, "ls -d /proc/[0-9]* | wc -l")
+        # A backend's own calls are some, on a busy machine.
+        assert int(visible_count) < 30, f"{visible_count} processes are visible"
 
 
 @attack()
@@ -373,25 +382,25 @@ async def _(bench: Bench) -> None:
     """secrets in the environment and descriptors that were left open"""
     secret = secrets.token_hex(16)
     os.environ["AGENTRL_RED_TEAM_SECRET"] = secret
-    reader, writer = os.pipe()
+    read_end, write_end = os.pipe()
     # The mistake that is looked for: a library that opens a descriptor without the flag that closes it at an exec.
-    os.set_inheritable(reader, True)
+    os.set_inheritable(read_end, True)
     try:
         async with bench.box() as box:
             listing = await output(box, "env; cat /proc/self/environ /proc/1/environ 2>/dev/null; true")
             assert secret not in listing
-            program = "import os\nfor fd in range(300):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass"
-            assert (await py(box, program)).stdout == b"0\n1\n2\n"
+            attack_program = "import os\nfor fd in range(300):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass"
+            assert (await py(box, attack_program)).stdout == b"0\n1\n2\n"
     finally:
         del os.environ["AGENTRL_RED_TEAM_SECRET"]
-        os.close(reader)
-        os.close(writer)
+        os.close(read_end)
+        os.close(write_end)
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """signals to the supervisor and to everything in sight"""
-    program = """
+    attack_program = """
 import os
 for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
     try:
@@ -401,7 +410,7 @@ for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
     async with bench.box() as box:
         await walls.own_processes(box)
         await sh(box, "kill -KILL $PPID; kill -KILL 1; sleep 0.1", timeout_s=10)
-        await py(box, program, timeout_s=10)
+        await py(box, attack_program, timeout_s=10)
         assert await output(box, "echo alive") == "alive\n"
 
 
@@ -409,7 +418,7 @@ for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
 async def _(bench: Bench) -> None:
     """outliving the end of a command by a double fork with a session of its own"""
     marker = f"98765.{secrets.randbelow(10**9)}"
-    program = f"""
+    attack_program = f"""
 import os
 if os.fork() == 0:
     os.setsid()
@@ -421,7 +430,7 @@ os.wait()
 """
     async with bench.box() as box:
         with trio.fail_after(GUARD_S):
-            await py(box, program)
+            await py(box, attack_program)
             await must_vanish(marker)
 
 
@@ -429,10 +438,10 @@ os.wait()
 async def _(bench: Bench) -> None:
     """outliving a timeout by a double fork with a session of its own"""
     marker = f"98765.{secrets.randbelow(10**9)}"
-    script = f"setsid sh -c 'trap \"\" HUP TERM; (sleep {marker} & sleep {marker}) & ' ; sleep {marker}"
+    attack_script = f"setsid sh -c 'trap \"\" HUP TERM; (sleep {marker} & sleep {marker}) & ' ; sleep {marker}"
     async with bench.box() as box:
         with trio.fail_after(GUARD_S):
-            assert (await sh(box, script, timeout_s=1.0)).timed_out
+            assert (await sh(box, attack_script, timeout_s=1.0)).timed_out
             await must_vanish(marker)
 
 
@@ -441,10 +450,10 @@ async def _(bench: Bench) -> None:
     """outliving the box by a background process that double-forked"""
     marker = f"98765.{secrets.randbelow(10**9)}"
     async with bench.box() as box:
-        script = f"setsid sh -c 'sleep {marker} & echo ready; sleep {marker}' & sleep {marker}"
-        process = await box.start(["sh", "-c", script])
+        attack_script = f"setsid sh -c 'sleep {marker} & echo ready; sleep {marker}' & sleep {marker}"
+        box_process = await box.start(["sh", "-c", attack_script])
         with trio.fail_after(GUARD_S):
-            assert await process.receive() == b"ready\n"
+            assert await box_process.receive() == b"ready\n"
         # The counter-test: a marker that is never found would let this case pass on a backend that ends nothing.
         assert host_processes(marker), "the case looks in the wrong place"
     await must_vanish(marker)
@@ -457,30 +466,30 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """reaching a server on the host: loopback, every address, abstract sockets"""
     name = f"\0agentrl-{secrets.token_hex(8)}"
-    with socket.socket() as server, socket.socket(socket.AF_UNIX) as abstract:
-        server.bind(("0.0.0.0", 0))
-        server.listen()
-        abstract.bind(name)
-        abstract.listen()
+    with socket.socket() as host_server, socket.socket(socket.AF_UNIX) as abstract_socket:
+        host_server.bind(("0.0.0.0", 0))
+        host_server.listen()
+        abstract_socket.bind(name)
+        abstract_socket.listen()
         addresses = {"127.0.0.1", *socket.gethostbyname_ex("localhost")[2], "172.17.0.1", "10.0.0.1", "192.168.0.1"}
-        program = f"""
+        attack_program = f"""
 import socket
 hits = []
 for address in {sorted(addresses)!r}:
-    try: socket.create_connection((address, {server.getsockname()[1]}), timeout=1); hits.append(address)
+    try: socket.create_connection((address, {host_server.getsockname()[1]}), timeout=1); hits.append(address)
     except OSError: pass
 try: socket.socket(socket.AF_UNIX).connect({name!r}); hits.append("abstract")
 except OSError: pass
 print(hits)
 """
         async with bench.box() as box:
-            assert (await py(box, program)).stdout == b"[]\n"
+            assert (await py(box, attack_program)).stdout == b"[]\n"
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """names, datagrams to the outside, raw and packet sockets"""
-    program = """
+    attack_program = """
 import socket
 hits = []
 try: socket.getaddrinfo("example.com", 80); hits.append("name")
@@ -493,5 +502,5 @@ except OSError: pass
 print(hits)
 """
     async with bench.box() as box:
-        result = await py(box, program)
+        result = await py(box, attack_program)
         assert result.stdout == b"[]\n", result

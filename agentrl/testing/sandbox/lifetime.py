@@ -25,17 +25,17 @@ async def _(bench: Bench) -> None:
         async def use_box(number: int) -> None:
             assert await output(box, f"sleep 0.2; echo {number} > out{number}; cat out{number}") == f"{number}\n"
 
-        for number in range(4):
-            nursery.start_soon(use_box, number)
+        for box_number in range(4):
+            nursery.start_soon(use_box, box_number)
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """boxes do not see each other's files"""
-    async with bench.box() as box, bench.box() as other:
+    async with bench.box() as box, bench.box() as other_box:
         await box.write("f", b"one")
-        await must_refuse(other.read("f"))
-        assert (await sh(other, "cat f")).exit_code != 0
+        await must_refuse(other_box.read("f"))
+        assert (await sh(other_box, "cat f")).exit_code != 0
 
 
 @promise()
@@ -47,8 +47,8 @@ async def _(bench: Bench) -> None:
             assert await output(box, "cat n") == str(number)
 
     async with trio.open_nursery() as nursery:
-        for number in range(8):
-            nursery.start_soon(use_box, number)
+        for box_number in range(8):
+            nursery.start_soon(use_box, box_number)
 
 
 # --- background processes ---------------------------------------------------------------------------------------------
@@ -58,48 +58,48 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a background process answers what it is sent, line by line"""
     async with bench.box() as box:
-        process = await box.start(["sh", "-c", 'while read line; do echo "got $line"; done'])
-        for word in ("one", "two"):
-            await process.send(f"{word}\n".encode())
+        box_process = await box.start(["sh", "-c", 'while read line; do echo "got $line"; done'])
+        for sent_word in ("one", "two"):
+            await box_process.send(f"{sent_word}\n".encode())
             with trio.fail_after(GUARD_S):
                 answer = b""
                 while not answer.endswith(b"\n"):
-                    answer += await process.receive()
-            assert answer == f"got {word}\n".encode()
-        await process.kill()
+                    answer += await box_process.receive()
+            assert answer == f"got {sent_word}\n".encode()
+        await box_process.kill()
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a background process ends with its status and the output not yet received"""
     async with bench.box() as box:
-        process = await box.start(["sh", "-c", "echo out; echo err >&2; exit 5"])
+        box_process = await box.start(["sh", "-c", "echo out; echo err >&2; exit 5"])
         with trio.fail_after(GUARD_S):
-            result = await process.wait()
+            result = await box_process.wait()
         assert result and (result.exit_code, result.stdout, result.stderr) == (5, b"out\n", b"err\n"), result
-        assert await process.wait() == result
+        assert await box_process.wait() == result
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """waiting for a process that runs on, or for output that does not come, gives up at the timeout"""
     async with bench.box() as box:
-        process = await box.start(["sleep", "600"])
-        assert await process.wait(0.1) is None
-        assert await process.receive(0.1) == b""
+        box_process = await box.start(["sleep", "600"])
+        assert await box_process.wait(0.1) is None
+        assert await box_process.receive(0.1) == b""
         with trio.fail_after(GUARD_S):
-            assert (await process.kill()).exit_code == 137
-            assert (await process.kill()).exit_code == 137
+            assert (await box_process.kill()).exit_code == 137
+            assert (await box_process.kill()).exit_code == 137
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """commands and background processes share the work folder"""
     async with bench.box() as box:
-        process = await box.start(["sh", "-c", "until [ -e go ]; do sleep 0.05; done; echo went > done"])
+        box_process = await box.start(["sh", "-c", "until [ -e go ]; do sleep 0.05; done; echo went > done"])
         await box.write("go", b"")
         with trio.fail_after(GUARD_S):
-            await process.wait()
+            await box_process.wait()
         assert await box.read("done") == b"went\n"
 
 
@@ -107,9 +107,9 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """the output of a background process is bounded and flagged"""
     async with bench.box(limits=Limits(output_bytes=1000)) as box:
-        process = await box.start(["sh", "-c", "head -c 200000 /dev/zero; exit 3"])
+        box_process = await box.start(["sh", "-c", "head -c 200000 /dev/zero; exit 3"])
         with trio.fail_after(GUARD_S):
-            result = await process.wait()
+            result = await box_process.wait()
         assert result and (result.exit_code, len(result.stdout), result.truncated) == (3, 1000, True), result
 
 
@@ -117,9 +117,9 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a background command that cannot run has ended with code 126 or 127"""
     async with bench.box() as box:
-        for argv in (["no-such-program"], [], ["a\0b"]):
+        for arguments in (["no-such-program"], [], ["a\0b"]):
             with trio.fail_after(GUARD_S):
-                result = await (await box.start(argv)).wait()
+                result = await (await box.start(arguments)).wait()
             assert result and result.exit_code in (126, 127), result
 
 
@@ -127,12 +127,12 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """closing the box ends its background processes"""
     async with bench.box() as box:
-        process = await box.start(["sh", "-c", "while :; do date +%N; sleep 0.02; done"])
+        box_process = await box.start(["sh", "-c", "while :; do date +%N; sleep 0.02; done"])
         with trio.fail_after(GUARD_S):
-            assert await process.receive()
+            assert await box_process.receive()
         await box.close()
         with trio.fail_after(GUARD_S):
-            while await process.receive():
+            while await box_process.receive():
                 pass
 
 
@@ -186,17 +186,17 @@ async def _(bench: Bench) -> None:
             await box.exec(["true"])
             await box.exec(["no-such-program"])
             await box.restore(await box.snapshot())
-            process = await box.start(["sleep", "600"])
-            await process.kill()
+            box_process = await box.start(["sleep", "600"])
+            await box_process.kill()
 
     for _ in range(3):  # a client may keep some connections of its own
         await use()
-    before = descriptors()
+    descriptors_before = descriptors()
     for _ in range(6):
         await use()
     # A leak grows with each round, so that six rounds pass the margin. Without a margin, a connection that a client
     # opens when it likes would fail the case.
-    assert descriptors() <= before + 3, f"{descriptors() - before} descriptors more than before"
+    assert descriptors() <= descriptors_before + 3, f"{descriptors() - descriptors_before} descriptors more than before"
 
 
 # --- closed by default ------------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """open files, file size, processes and core dumps are bounded by the limits"""
     async with bench.box(limits=Limits(open_files=77, file_bytes=1 << 20, pids=33)) as box:
-        program = "import resource as r; print(*(r.getrlimit(x)[1] for x in (r.RLIMIT_NOFILE, r.RLIMIT_CORE)))"
-        assert (await py(box, program)).stdout == b"77 0\n"
+        limits_program = "import resource as r; print(*(r.getrlimit(x)[1] for x in (r.RLIMIT_NOFILE, r.RLIMIT_CORE)))"
+        assert (await py(box, limits_program)).stdout == b"77 0\n"
         result = await sh(box, "head -c 3000000 /dev/zero > big; stat -c %s big")
         assert int(result.stdout) <= 1 << 20, result
 
@@ -232,5 +232,5 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a box says honestly that there is no network: only the loopback interface"""
     async with bench.box() as box:
-        names = await output(box, "tail -n +3 /proc/net/dev | cut -d: -f1")
-        assert names.split() in ([], ["lo"]), names
+        interface_names = await output(box, "tail -n +3 /proc/net/dev | cut -d: -f1")
+        assert interface_names.split() in ([], ["lo"]), interface_names

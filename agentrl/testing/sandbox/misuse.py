@@ -38,7 +38,7 @@ async def _(bench: Bench) -> None:
         await walls.bounded_processes(box, 32)
         with trio.fail_after(GUARD_S):
             await sh(box, "b() { b | b & }; b; sleep 1", timeout_s=2.0)
-            program = """
+            attack_program = """
 import os, time
 n = 0
 try:
@@ -47,7 +47,7 @@ try:
 except OSError: pass
 print(n)
 """
-            result = await py(box, program)
+            result = await py(box, attack_program)
             assert 0 < int(result.stdout) <= 32, result
             assert await output(box, "echo alive") == "alive\n"
 
@@ -55,7 +55,7 @@ print(n)
 @attack()
 async def _(bench: Bench) -> None:
     """a thread bomb"""
-    program = """
+    attack_program = """
 import threading, time
 n = 0
 try:
@@ -65,17 +65,17 @@ except RuntimeError: pass
 print(n, flush=True)
 """
     async with bench.box(limits=Limits(pids=32, wall_s=20.0)) as box:
-        result = await py(box, program)
+        result = await py(box, attack_program)
         assert 0 < int(result.stdout) <= 32, result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """a memory bomb in one process"""
-    program = "b = [bytearray(b'x') * (16 << 20) for _ in range(64)]"
+    attack_program = "b = [bytearray(b'x') * (16 << 20) for _ in range(64)]"
     async with bench.box(limits=Limits(memory_bytes=128 * _MB, wall_s=20.0)) as box:
         with trio.fail_after(GUARD_S):
-            result = await py(box, program)
+            result = await py(box, attack_program)
         assert not result.timed_out and result.exit_code != 0, result
         assert result.oom or b"MemoryError" in result.stderr, result
         assert await output(box, "echo alive") == "alive\n"
@@ -156,10 +156,10 @@ print(held >> 20)
 async def _(bench: Bench) -> None:
     """memory in no address space: sockets, pipes, files without a name, System V's segments"""
     async with bench.box(limits=Limits(memory_bytes=128 * _MB, disk_bytes=16 * _MB, wall_s=30.0)) as box:
-        for way in ("pairs", "datagrams", "pipes", "huge_pages", "nameless_files", "segments"):
-            result = await py(box, _HOARD, way)
-            killed = result.exit_code == 137
-            assert killed or (result.exit_code == 0 and int(result.stdout) <= 192), (way, result)
+        for hoard_kind in ("pairs", "datagrams", "pipes", "huge_pages", "nameless_files", "segments"):
+            result = await py(box, _HOARD, hoard_kind)
+            was_killed = result.exit_code == 137
+            assert was_killed or (result.exit_code == 0 and int(result.stdout) <= 192), (hoard_kind, result)
         assert await output(box, "echo alive") == "alive\n"
 
 
@@ -175,15 +175,17 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """filling the disk from the work folder with many files"""
-    limits = Limits(disk_bytes=16 * _MB, file_bytes=4 * _MB, wall_s=20.0)
-    async with bench.box(limits=limits) as box:
+    disk_limits = Limits(disk_bytes=16 * _MB, file_bytes=4 * _MB, wall_s=20.0)
+    async with bench.box(limits=disk_limits) as box:
         with trio.fail_after(GUARD_S):
             await sh(
                 box, "i=0; while [ $i -lt 40 ]; do head -c 2000000 /dev/zero > f$i || exit 1; i=$((i+1)); done; sleep 1"
             )
-            used = int(await output(box, "du -sk . | cut -f1")) * 1024
+            used_bytes = int(await output(box, "du -sk . | cut -f1")) * 1024
             # Twice the bound: a backend that can only measure the folder is late by what is written between two looks.
-            assert used <= 2 * limits.disk_bytes, f"{used} bytes written past a bound of {limits.disk_bytes}"
+            assert used_bytes <= 2 * disk_limits.disk_bytes, (
+                f"{used_bytes} bytes written past a bound of {disk_limits.disk_bytes}"
+            )
             await output(box, "rm -f f*")
             await box.write("after", b"still usable")
 
@@ -191,15 +193,17 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """filling the disk from /tmp and /dev/shm"""
-    limits = Limits(disk_bytes=16 * _MB, file_bytes=64 * _MB, memory_bytes=128 * _MB, wall_s=20.0)
-    async with bench.box(limits=limits) as box:
-        for place in ("/tmp", "/dev/shm"):
-            folder = f"{place}/agentrl-{secrets.token_hex(8)}"
-            fill = f"mkdir {folder} && cd {folder} && for i in 1 2 3 4 5; do head -c 60000000 /dev/zero > f$i; done"
+    disk_limits = Limits(disk_bytes=16 * _MB, file_bytes=64 * _MB, memory_bytes=128 * _MB, wall_s=20.0)
+    async with bench.box(limits=disk_limits) as box:
+        for memory_folder in ("/tmp", "/dev/shm"):
+            folder = f"{memory_folder}/agentrl-{secrets.token_hex(8)}"
+            fill_script = (
+                f"mkdir {folder} && cd {folder} && for i in 1 2 3 4 5; do head -c 60000000 /dev/zero > f$i; done"
+            )
             with trio.fail_after(GUARD_S):
-                result = await sh(box, f"{fill}; du -sk . | cut -f1; sleep 1")
-            written = int(result.stdout.split()[0]) * 1024 if result.stdout.split() else 0
-            assert written <= 2 * limits.disk_bytes, f"{written} bytes in {place}"
+                result = await sh(box, f"{fill_script}; du -sk . | cut -f1; sleep 1")
+            written_bytes = int(result.stdout.split()[0]) * 1024 if result.stdout.split() else 0
+            assert written_bytes <= 2 * disk_limits.disk_bytes, f"{written_bytes} bytes in {memory_folder}"
             await sh(box, f"rm -rf {folder}")
 
 
@@ -210,14 +214,14 @@ async def _(bench: Bench) -> None:
         result = await sh(
             box, "head -c 50000000 /dev/zero > big; truncate -s 1T sparse; stat -c %s big sparse 2>/dev/null"
         )
-        assert all(int(size) <= _MB for size in result.stdout.split()), result
+        assert all(int(file_size) <= _MB for file_size in result.stdout.split()), result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """locks and watches on the system's files, which other boxes and the host use too"""
-    lock = "import fcntl, sys; f = open('/usr/bin/env'); fcntl.flock(f, 2 | 4); print('held', flush=True)"
-    watch = """
+    lock_program = "import fcntl, sys; f = open('/usr/bin/env'); fcntl.flock(f, 2 | 4); print('held', flush=True)"
+    watch_program = """
 import ctypes, select, sys
 libc = ctypes.CDLL(None)
 watcher = libc.inotify_init()
@@ -226,14 +230,14 @@ print("ready", flush=True)
 sys.stdin.readline()
 print(bool(watcher >= 0 and select.select([watcher], [], [], 0)[0]), flush=True)
 """
-    async with bench.box() as one, bench.box() as other:
-        holder = await one.start(["python3", "-c", f"{lock}; sys.stdin.read()"])
+    async with bench.box() as first_box, bench.box() as other_box:
+        holder = await first_box.start(["python3", "-c", f"{lock_program}; sys.stdin.read()"])
         with trio.fail_after(GUARD_S):
             assert await holder.receive() == b"held\n"
-            watcher = await one.start(["python3", "-c", watch])  # it may see all of its own box
+            watcher = await first_box.start(["python3", "-c", watch_program])  # it may see all of its own box
             assert await watcher.receive() == b"ready\n"
-            assert (await py(other, lock)).stdout == b"held\n", "a lock is shared with another box"
-            await sh(other, "/usr/bin/env true")
+            assert (await py(other_box, lock_program)).stdout == b"held\n", "a lock is shared with another box"
+            await sh(other_box, "/usr/bin/env true")
             with suppress(OSError):
                 await trio.Path("/usr/bin/env").read_bytes()
             await watcher.send(b"\n")
@@ -243,7 +247,7 @@ print(bool(watcher >= 0 and select.select([watcher], [], [], 0)[0]), flush=True)
 @attack(deadline_s=120.0)
 async def _(bench: Bench) -> None:
     """a hundred thousand empty files"""
-    program = """
+    attack_program = """
 import os, sys, tempfile
 made = 0
 for place in ("/workspace", "/tmp", "/dev/shm"):
@@ -257,24 +261,24 @@ for place in ("/workspace", "/tmp", "/dev/shm"):
     async with bench.box(limits=Limits(disk_bytes=16 * _MB, wall_s=60.0, cpu_s=60.0)) as box:
         await walls.own_work_folder(box)
         with trio.fail_after(2 * GUARD_S):
-            result = await py(box, program)
-        counts = [int(line.split()[1]) for line in result.stdout.splitlines()]
-        assert len(counts) == 3 and max(counts) < 80_000, result
+            result = await py(box, attack_program)
+        file_counts = [int(line.split()[1]) for line in result.stdout.splitlines()]
+        assert len(file_counts) == 3 and max(file_counts) < 80_000, result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """endless output on stdout and stderr"""
     async with bench.box(limits=Limits(output_bytes=10_000, wall_s=2.0, cpu_s=30.0)) as box:
-        before = own_memory()
+        used_before = own_memory()
         with trio.fail_after(GUARD_S):
             # Endless for the bound of 10,000 bytes, and with an end of its own: a backend that fails the case must not
             # fill this machine.
-            endless = "yes | head -c 200000000"
-            result = await sh(box, f"({endless}) & ({endless}) >&2; sleep 30")
+            endless_output = "yes | head -c 200000000"
+            result = await sh(box, f"({endless_output}) & ({endless_output}) >&2; sleep 30")
         assert result.timed_out and result.truncated, result
         assert (len(result.stdout), len(result.stderr)) == (10_000, 10_000)
-        assert own_memory() - before < 50 * _MB
+        assert own_memory() - used_before < 50 * _MB
 
 
 @attack()
@@ -282,11 +286,11 @@ async def _(bench: Bench) -> None:
     """reading a file that grows without end or is sparse"""
     async with bench.box(limits=Limits(disk_bytes=8 * _MB, wall_s=20.0)) as box:
         await sh(box, "truncate -s 60M sparse")
-        before = own_memory()
-        for name in ("sparse", "/workspace/sparse"):
+        used_before = own_memory()
+        for sparse_path in ("sparse", "/workspace/sparse"):
             with suppress(SandboxPathError):
-                assert len(await box.read(name)) <= 64 * _MB
-        assert own_memory() - before < 200 * _MB
+                assert len(await box.read(sparse_path)) <= 64 * _MB
+        assert own_memory() - used_before < 200 * _MB
 
 
 @attack()
@@ -304,9 +308,9 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """a tree too deep to walk"""
-    program = "import os\nfor n in range(3000):\n  try: os.mkdir('d'); os.chdir('d')\n  except OSError: break"
+    attack_program = "import os\nfor n in range(3000):\n  try: os.mkdir('d'); os.chdir('d')\n  except OSError: break"
     async with bench.box() as box:
-        await py(box, program)
+        await py(box, attack_program)
         with trio.fail_after(GUARD_S):
             with suppress(SandboxPathError):
                 await box.snapshot()
@@ -315,14 +319,14 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """names and modes that make removal hard"""
-    program = """
+    attack_program = """
 import os
 os.makedirs(b"locked/\\xff\\xfe/in"); open(b"locked/\\xff\\xfe/in/\\n", "w").close()
 for path in (b"locked/\\xff\\xfe/in", b"locked/\\xff\\xfe", b"locked"): os.chmod(path, 0)
 os.chmod(".", 0)
 """
     async with bench.box() as box:
-        await py(box, program)
+        await py(box, attack_program)
         await sh(box, "true")
     async with bench.box() as box:
         assert await output(box, "echo alive") == "alive\n"
@@ -364,18 +368,19 @@ async def _(bench: Bench) -> None:
     """thirty commands leave as many processes, zombies and folders as before"""
 
     def processes() -> int:
-        mine = 0
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
+        child_count = 0
+        for process_folder in Path("/proc").iterdir():
+            if process_folder.name.isdecimal():
                 try:
-                    mine += (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+                    parent_id = (process_folder / "stat").read_text().rpartition(")")[2].split()[1]
+                    child_count += parent_id == str(os.getpid())
                 except OSError:
                     continue
-        return mine
+        return child_count
 
     async with bench.box() as box:
         await sh(box, "true")
-        before = processes()
+        used_before = processes()
         for _ in range(30):
             await sh(box, "(sleep 100 &) ; exit 0")
-        assert processes() <= before, f"{processes() - before} children more than before"
+        assert processes() <= used_before, f"{processes() - used_before} children more than before"

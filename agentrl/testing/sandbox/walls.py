@@ -98,9 +98,9 @@ async def bounded_processes(box: Sandbox, bound: int) -> None:
 
 async def own_work_folder(box: Sandbox) -> None:
     """`/workspace`, by its path, is the box's work folder and not the machine's."""
-    token = secrets.token_hex(8)
-    await box.write(".mine", token.encode())
-    await _proven(box, "/workspace is the box's own", _FOLDER, token)
+    random_token = secrets.token_hex(8)
+    await box.write(".mine", random_token.encode())
+    await _proven(box, "/workspace is the box's own", _FOLDER, random_token)
 
 
 def _own_number() -> str:
@@ -113,15 +113,15 @@ def _own_number() -> str:
 @contextmanager
 def witness(marker: str) -> Generator[None]:
     """A process on the host with `marker` in its command line."""
-    process = subprocess.Popen([sys.executable, "-c", "input()", marker], stdin=subprocess.PIPE)
+    witness_process = subprocess.Popen([sys.executable, "-c", "input()", marker], stdin=subprocess.PIPE)
     try:
         yield
     finally:
-        process.kill()
-        process.communicate()
+        witness_process.kill()
+        witness_process.communicate()
 
 
 async def _proven(box: Sandbox, wall: str, probe: str, *arguments: str) -> None:
     result = await py(box, probe, *arguments)
-    output = result.stdout.decode(errors="replace").strip() or result.stderr.decode(errors="replace").strip()[-200:]
-    assert output == "closed", f"not so: {wall} ({output or 'no answer'}); the attack was left out"
+    printed = result.stdout.decode(errors="replace").strip() or result.stderr.decode(errors="replace").strip()[-200:]
+    assert printed == "closed", f"not so: {wall} ({printed or 'no answer'}); the attack was left out"
