@@ -41,17 +41,20 @@ class BatchedCall(ABC):
 
 def make_each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
     """Make the calls and return their results in order. Raises the error of a call that is made alone."""
-    results = dict[int, Result]()
+    results_by_position = dict[int, Result]()
     # The sort is stable, so writes of one episode keep their order: the entries of its journal are all `first`, and it
     # awaits every other kind of call. Brought together they become one run of one kind, and few statements.
-    order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first))
-    for kind, group in groupby(order, key=lambda at: _kind(calls[at])):
-        places = list(group)
-        if kind is None:
-            results.update((place, Result(value=calls[place]())) for place in places)
+    call_order = sorted(
+        range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first)
+    )
+    for call_kind, grouped_positions in groupby(call_order, key=lambda at: _kind(calls[at])):
+        positions = list(grouped_positions)
+        if call_kind is None:
+            results_by_position.update((position, Result(value=calls[position]())) for position in positions)
         else:
-            results.update(zip(places, kind(type(calls[places[0]]), [calls[place] for place in places]), strict=True))
-    return [results[place] for place in range(len(calls))]
+            kind_results = call_kind(type(calls[positions[0]]), [calls[position] for position in positions])
+            results_by_position.update(zip(positions, kind_results, strict=True))
+    return [results_by_position[position] for position in range(len(calls))]
 
 
 def _kind(call: Callable[[], Any]) -> Callable[[type, Sequence[Any]], list[Result]] | None:
@@ -68,12 +71,12 @@ def make_together(transactions: Transactions, calls: Sequence[Callable[[], Any]]
     # to be that of all the others. `tests/store/test_atomic.py` stops a process at every statement of every write.
     with transactions.lock:
         try:
-            results = _without_savepoints(transactions, calls, shared)
-            if results is None:
-                batch = transactions.batch = Batch(shared=shared, savepoints=True)
-                results = [_alone(transactions, batch, call) for call in calls]
+            call_results = _without_savepoints(transactions, calls, shared)
+            if call_results is None:
+                savepoint_batch = transactions.batch = Batch(shared=shared, savepoints=True)
+                call_results = [_alone(transactions, savepoint_batch, call) for call in calls]
                 transactions.commit_batch()
-            return results
+            return call_results
         finally:
             # Also after a commit, when there is nothing to roll back: an error between two calls must never leave a
             # transaction open, as its write lock would stop every process of the run.
@@ -88,10 +91,10 @@ def _without_savepoints(
     is written, and the caller makes them one by one."""
     batch = transactions.batch = Batch(shared=shared, savepoints=False)
     try:
-        results = make_each(calls)
+        call_results = make_each(calls)
         if not batch.half_done:
             transactions.commit_batch()
-            return results
+            return call_results
     except StoreAway:
         raise
     except Exception as error:

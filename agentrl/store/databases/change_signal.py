@@ -69,14 +69,14 @@ class Signal:
 
     def changed(self) -> bool:
         """Whether there may be work that was not there when this was last true."""
-        changed = self._watch.written()
-        if changed and self._mark_of is not None:
-            before, self._mark = self._mark, self._watch.row(self._mark_of)
-            changed = before != self._mark
+        has_changed = self._watch.written()
+        if has_changed and self._mark_of is not None:
+            previous_mark, self._mark = self._mark, self._watch.row(self._mark_of)
+            has_changed = previous_mark != self._mark
         # A commit that leaves the mark as it was does not shorten the pause. A hundred episodes commit all the time,
         # and a learner that waits would otherwise ask a thousand times a second for a step's worth of ends.
-        self._pause_s = _LEAST_S if changed else min(_MOST_S, self._pause_s * _GROWTH)
-        return changed
+        self._pause_s = _LEAST_S if has_changed else min(_MOST_S, self._pause_s * _GROWTH)
+        return has_changed
 
     def close(self) -> None:
         """Close the watch."""

@@ -116,22 +116,22 @@ class Database:
         away_s = self.waiting.away_s
         if self._transactions.lock.mine or error.retries_spent or not away_s:
             raise error
-        began = time.monotonic()
+        began_s = time.monotonic()
         print(f"agentrl: {error}; it is waited for, {away_s:g} s at most", file=sys.stderr, flush=True)
         self.waiting.for_database += 1
         try:
             # `away_s` is read anew at each turn: a process that is asked to end lowers it (`hurry`), also for a call
             # that is already waiting.
-            while time.monotonic() - began < self.waiting.away_s:
+            while time.monotonic() - began_s < self.waiting.away_s:
                 time.sleep(PAUSE_S)
                 try:
                     return call()
-                except StoreAway as again:
-                    error = again
+                except StoreAway as later_error:
+                    error = later_error
         finally:
             self.waiting.for_database -= 1
-        waited = f"it was waited for, {self.waiting.away_s:g} s (cluster.store_deadline_s)"
-        final_error = StoreAway(f"{error}; {waited}; go on with agentrl train --resume {self.path.parent}")
+        wait_report = f"it was waited for, {self.waiting.away_s:g} s (cluster.store_deadline_s)"
+        final_error = StoreAway(f"{error}; {wait_report}; go on with agentrl train --resume {self.path.parent}")
         # A call inside another retried call raises this error through both. Without the mark the outer one would begin
         # to wait for another `away_s`, and the deadline of law 4 would double with each level.
         final_error.retries_spent = True

@@ -143,7 +143,7 @@ class Driver(ABC):
 
     def all_rows(self, *queries: Query) -> list[list[Row]]:
         """All rows that each of several statements returns: a server gets them at once."""
-        return [self.rows(sql, parameters) for sql, parameters in queries]
+        return [self.rows(statement, parameters) for statement, parameters in queries]
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         """The first row that one statement returns; None if it returns none."""
@@ -153,7 +153,9 @@ class Driver(ABC):
 def damaged(path: Path, error: Exception) -> StoreDamaged:
     """The error of a store that cannot be read."""
     problem = "is not a run store, or is damaged" if "not a database" in str(error) else f"is damaged ({error})"
-    hint = f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
+    restore_hint = (
+        f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
+    )
     return StoreDamaged(
-        f"{path}: {problem}: {hint} new run with the newest folder of {path.parent}/checkpoints as model"
+        f"{path}: {problem}: {restore_hint} new run with the newest folder of {path.parent}/checkpoints as model"
     )

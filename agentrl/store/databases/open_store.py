@@ -43,16 +43,18 @@ def refuse_copy(address: Path) -> None:
     """Raises UsageError if the folder of an address file is a copy: the folder that it was copied from is still there
     and names the same store. One that was moved, or made before there were notes, is no copy."""
     try:
-        first = Path(address.with_name(NOTE).read_text(encoding="utf-8").strip())
-        other = first / address.name
+        original_folder = Path(address.with_name(NOTE).read_text(encoding="utf-8").strip())
+        original_address = original_folder / address.name
         # The same file by two paths is no copy (a symbolic link, a mount of another name), nor is an address that was
         # given a new store since. Paths alone would refuse both.
-        copied = not other.samefile(address) and other.read_bytes() == address.read_bytes()
+        is_copied = not original_address.samefile(address) and original_address.read_bytes() == address.read_bytes()
     except (OSError, ValueError):
         return
-    if copied:
-        hint = f"agentrl store copy {address.parent} --to sqlite"
-        raise UsageError(f"{address.parent} is a copy of {first}, and both name one store: give it its own: {hint}")
+    if is_copied:
+        copy_command = f"agentrl store copy {address.parent} --to sqlite"
+        raise UsageError(
+            f"{address.parent} is a copy of {original_folder}, and both name one store: give it its own: {copy_command}"
+        )
 
 
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
@@ -60,8 +62,8 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
 
     Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
     if path.suffix != SUFFIX:
-        file = SQLite.connect(path, create=create)
-        return Database(file, SQLiteUpkeep(file), clock)
+        sqlite_driver = SQLite.connect(path, create=create)
+        return Database(sqlite_driver, SQLiteUpkeep(sqlite_driver), clock)
     _require_driver()
     from agentrl.store.databases.postgres.address import Address
     from agentrl.store.databases.postgres.postgres import open_database
@@ -71,29 +73,29 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
     if path.exists():
         raise UsageError(f"{path} names a run's store already: resume it, or choose another folder")
     address = Address.of(url, path.parent)
-    db = open_database(path, address, clock)
+    database = open_database(path, address, clock)
     # After the database has answered: a wrong URL leaves no file behind that would make the folder look like a run.
     address.write(path)
     note_folder(path)
-    return db
+    return database
 
 
 def look(path: Path, *, clock: Callable[[], float]) -> Database:
     """Connect to look: nothing is written, and no writer waits. Raises as `connect` does."""
     if path.suffix != SUFFIX:
-        file = SQLite.look(path)
-        return Database(file, SQLiteUpkeep(file), clock)
+        sqlite_driver = SQLite.look(path)
+        return Database(sqlite_driver, SQLiteUpkeep(sqlite_driver), clock)
     _require_driver()
     from agentrl.store.databases.postgres.address import Address
     from agentrl.store.databases.postgres.postgres import open_database
 
-    db = open_database(path, Address.read(path), clock, reads=True)
+    database = open_database(path, Address.read(path), clock, reads=True)
     try:
-        db.prepare(create=False)
+        database.prepare(create=False)
     except BaseException:
-        db.close()
+        database.close()
         raise
-    return db
+    return database
 
 
 def own(path: Path) -> None:
@@ -119,12 +121,12 @@ def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], 
     from agentrl.store.databases.postgres.address import Address
     from agentrl.store.databases.postgres.supervisor_lock import Supervision
 
-    only = Supervision(path, Address.read(path))
-    only.take()
+    supervision = Supervision(path, Address.read(path))
+    supervision.take()
     try:
-        yield only.check
+        yield supervision.check
     finally:
-        only.close()
+        supervision.close()
 
 
 def remove(path: Path) -> None:

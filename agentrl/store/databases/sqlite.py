@@ -117,14 +117,14 @@ class SQLite(Driver):
         self.connection.executemany(sql, rows)
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
-        number = self.connection.execute(sql, parameters).lastrowid
-        assert number is not None
-        return number
+        inserted_id = self.connection.execute(sql, parameters).lastrowid
+        assert inserted_id is not None
+        return inserted_id
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
         # Safe without a sequence: the caller holds the only write lock of the file until these numbers are in it.
-        ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
-        return range(last + 1, last + 1 + n)
+        ((highest_id,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
+        return range(highest_id + 1, highest_id + 1 + n)
 
     def any_text(self, text: str | bytes) -> str | bytes:
         if isinstance(text, bytes):  # as PostgreSQL has all text, or with lone surrogates
@@ -155,26 +155,31 @@ class SQLiteUpkeep(Upkeep):
 
     def skip_numbers(self, table: str, beyond: int, n: int) -> None:
         # The table has no unique key, so there is no upsert; and a store without any episode yet has no row for it.
-        row = self._driver.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
+        sequence_row = self._driver.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
         self._driver.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
-        highest = 0 if row is None else row[0]
-        self._driver.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(highest, beyond) + n))
+        highest_id = 0 if sequence_row is None else sequence_row[0]
+        self._driver.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(highest_id, beyond) + n))
 
     def faults(self) -> list[str]:
         # `integrity_check` compares every index with its table besides, and takes several times as long. Bytes that a
         # disk changed show here: in the pages' structure, in the types of a STRICT table, and in the blobs by their own
         # checksums when they are read.
-        messages = [str(message) for (message,) in self._driver.rows("PRAGMA quick_check") if message != "ok"]
-        return [" ".join(message.split()) for message in messages]
+        fault_messages = [
+            str(fault_message) for (fault_message,) in self._driver.rows("PRAGMA quick_check") if fault_message != "ok"
+        ]
+        return [" ".join(fault_message.split()) for fault_message in fault_messages]
 
     def watch(self) -> ChangeWatch:
         return CommitCounter(self._path)
 
     def tables(self) -> dict[str, tuple[str, ...]]:
-        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-        columns = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
-        rows = self._driver.rows
-        return {table: tuple(name for (name,) in rows(columns, (table,))) for (table,) in rows(names)}
+        tables_query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        columns_query = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
+        fetch_rows = self._driver.rows
+        return {
+            table_name: tuple(column_name for (column_name,) in fetch_rows(columns_query, (table_name,)))
+            for (table_name,) in fetch_rows(tables_query)
+        }
 
     def loosen(self) -> None:
         self._driver.execute("PRAGMA defer_foreign_keys = ON")
@@ -199,9 +204,9 @@ class CommitCounter:
         return None  # no file shows writes
 
     def written(self) -> bool:
-        row = self.row("PRAGMA data_version")
-        last, self._last = self._last, None if row is None else row[0]
-        return last != self._last
+        version_row = self.row("PRAGMA data_version")
+        previous_version, self._last = self._last, None if version_row is None else version_row[0]
+        return previous_version != self._last
 
     def row(self, sql: str) -> Row | None:
         try:
@@ -216,54 +221,55 @@ class CommitCounter:
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection that can only read: it takes no lock that a writer waits for, and changes nothing in the file. It
     reads a file in a folder that may not be written, too, if no write-ahead log is beside it: nobody writes it then."""
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    alone = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
-    if alone:  # no room for the log's index, without which SQLite reads only what never changes
-        uri += "&immutable=1"
+    file_uri = f"{path.absolute().as_uri()}?mode=ro"
+    is_immutable = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+    if is_immutable:  # no room for the log's index, without which SQLite reads only what never changes
+        file_uri += "&immutable=1"
     try:
-        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        return sqlite3.connect(file_uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise named(error, path) from error
 
 
 def named(error: Exception, path: Path, busy_s: float | None = None) -> StoreError:
     """The StoreError for an sqlite3 error, in one line. `busy_s` is how long the call waited for the write lock."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if is_full(error) or (code == sqlite3.SQLITE_IOERR and no_space_on(path.parent)):
+    error_code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if is_full(error) or (error_code == sqlite3.SQLITE_IOERR and no_space_on(path.parent)):
         return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
-    if code == sqlite3.SQLITE_BUSY:
+    if error_code == sqlite3.SQLITE_BUSY:
         return _busy(path, BUSY_S if busy_s is None else busy_s)
-    if code == sqlite3.SQLITE_CANTOPEN:
+    if error_code == sqlite3.SQLITE_CANTOPEN:
         return StoreError(f"{path}: cannot be opened: see that the folder exists and may be written")
-    if code == sqlite3.SQLITE_READONLY:
+    if error_code == sqlite3.SQLITE_READONLY:
         return StoreError(f"{path}: may not be written")
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or not code:  # 0: text that is not UTF-8
+    if error_code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or not error_code:  # 0: text that is not UTF-8
         return damaged(path, error)
     return StoreError(f"{path}: {error}")
 
 
 def _busy(path: Path, busy_s: float) -> StoreBusy:
-    pid = _lock_holder(path)
-    who, hint = "another process", f"find it with lsof {path} and end it"
-    if pid is not None:
-        who, hint = f"process {pid} ({_command(pid)})", f"end it with kill -9 {pid}"
-    go_on = f"{hint}; then go on with agentrl train --resume {path.parent}"
-    return StoreBusy(f"{path}: {who} has held the write lock for over {busy_s:g} s: {go_on}")
+    holder_pid = _lock_holder(path)
+    lock_holder, release_hint = "another process", f"find it with lsof {path} and end it"
+    if holder_pid is not None:
+        lock_holder = f"process {holder_pid} ({_command(holder_pid)})"
+        release_hint = f"end it with kill -9 {holder_pid}"
+    resume_hint = f"{release_hint}; then go on with agentrl train --resume {path.parent}"
+    return StoreBusy(f"{path}: {lock_holder} has held the write lock for over {busy_s:g} s: {resume_hint}")
 
 
 def _lock_holder(path: Path) -> int | None:
     """The process that holds the write lock, None if the system does not say. Never opens the file: closing it again
     would give up this process's own locks."""
     try:
-        inode = Path(f"{path}-shm").stat().st_ino
-        locks = Path("/proc/locks").read_text().splitlines()
+        shm_inode = Path(f"{path}-shm").stat().st_ino
+        lock_lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    for line in locks:
-        match line.split():  # 5: POSIX ADVISORY WRITE 4711 00:2f:1234 120 120
-            case [_, "POSIX", _, "WRITE", pid, device, first, last] if device.split(":")[-1] == str(inode):
-                if int(first) <= _WRITE_LOCK and (last == "EOF" or int(last) >= _WRITE_LOCK) and int(pid) > 0:
-                    return int(pid)
+    for lock_line in lock_lines:
+        match lock_line.split():  # 5: POSIX ADVISORY WRITE 4711 00:2f:1234 120 120
+            case [_, "POSIX", _, "WRITE", holder_pid, device, first, last] if device.split(":")[-1] == str(shm_inode):
+                if int(first) <= _WRITE_LOCK and (last == "EOF" or int(last) >= _WRITE_LOCK) and int(holder_pid) > 0:
+                    return int(holder_pid)
             case _:
                 pass
     return None
@@ -272,8 +278,8 @@ def _lock_holder(path: Path) -> int | None:
 def _command(pid: int) -> str:
     """The command line of a process, cut to 80 characters."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return "gone by now"
-    line = " ".join(" ".join(words).split())
-    return "".join(c for c in line if c.isprintable())[:80] or "no command line"
+    command_line = " ".join(" ".join(arguments).split())
+    return "".join(character for character in command_line if character.isprintable())[:80] or "no command line"

@@ -84,31 +84,31 @@ class Transactions:
     def _enter(self, durable: bool, shared: bool) -> _Part:
         self.lock.acquire()
         try:
-            part = self._begin_part(durable, shared)
-            if part is not None:
-                part.__enter__()
-            return part
+            begun_part = self._begin_part(durable, shared)
+            if begun_part is not None:
+                begun_part.__enter__()
+            return begun_part
         except BaseException as error:
             self.lock.release()
             self._raise_named(error)
             raise
 
     def _begin_part(self, durable: bool, shared: bool) -> _Part:
-        batch = self.batch
-        if batch is None:
+        open_batch = self.batch
+        if open_batch is None:
             return self._alone(durable=durable, shared=shared)
         # Refused rather than obeyed: the others of the batch would wait for the disk too, or this one would return
         # before its promise holds. No caller needs both, so a mixture is a mistake.
         if durable:
             raise StoreError(f"{self.driver.path}: a write that waits for the disk has a transaction of its own")
-        if batch.shared and not shared:
+        if open_batch.shared and not shared:
             raise StoreError(f"{self.driver.path}: a write that needs the store for itself came among others")
         if not self.driver.in_transaction:
             # The transaction begins with the first write and not with the batch: a batch may hold only calls that look
             # and find nothing to do, such as the claim of an idle worker.
-            batch.begun = True
-            self._begin(durable=False, shared=batch.shared)
-        return self._savepoint() if batch.savepoints else None
+            open_batch.begun = True
+            self._begin(durable=False, shared=open_batch.shared)
+        return self._savepoint() if open_batch.savepoints else None
 
     def _leave(self, part: _Part, error: BaseException | None) -> None:
         try:
@@ -150,7 +150,7 @@ class Transactions:
             raise
 
     def _begin(self, *, durable: bool, shared: bool) -> None:
-        began, waiting = time.monotonic(), self.driver.waiting
+        began_s, waiting = time.monotonic(), self.driver.waiting
         waiting.for_lock = True
         try:
             while True:
@@ -158,12 +158,12 @@ class Transactions:
                     self.driver.begin_write(durable=durable, shared=shared)
                     return
                 except self.driver.errors as error:
-                    why = self.driver.named(error)
+                    named_error = self.driver.named(error)
                     # Many short tries instead of the database's own long timeout: the bound may shrink while it waits
                     # (`hurry`), a signal is handled between two tries, and the flag that says "waits for a lock" is
                     # true for exactly as long as it does.
-                    if not isinstance(why, StoreBusy) or time.monotonic() - began >= waiting.lock_s:
-                        raise why from error
+                    if not isinstance(named_error, StoreBusy) or time.monotonic() - began_s >= waiting.lock_s:
+                        raise named_error from error
         finally:
             waiting.for_lock = False
 
@@ -178,13 +178,13 @@ class Transactions:
 
     def _raise_named(self, error: BaseException | None) -> None:
         """Raise the StoreError for an error of the driver or of a row; nothing for any other."""
-        path = self.driver.path
+        store_path = self.driver.path
         if isinstance(error, self.driver.errors):
             raise self.driver.named(error) from error
         if isinstance(error, _UNREADABLE):
-            raise damaged(path, error) from error
+            raise damaged(store_path, error) from error
         if isinstance(error, UnicodeEncodeError):
-            raise StoreError(f"{path}: a name or text cannot be written as UTF-8: {error}") from error
+            raise StoreError(f"{store_path}: a name or text cannot be written as UTF-8: {error}") from error
 
 
 class _Write(AbstractContextManager[None]):
@@ -213,9 +213,9 @@ class Turn:
         self._lock, self._depth, self._thread = threading.RLock(), 0, 0
 
     def acquire(self, timeout_s: float = -1) -> bool:
-        if got := self._lock.acquire(timeout=timeout_s):
+        if is_acquired := self._lock.acquire(timeout=timeout_s):
             self._depth, self._thread = self._depth + 1, threading.get_ident()
-        return got
+        return is_acquired
 
     def release(self) -> None:
         self._depth -= 1

@@ -39,10 +39,10 @@ class Upkeep(ABC):
 
     def forget(self, groups: Sequence[int]) -> None:
         """Drop the large arrays of groups; `reclaim` may do so later."""
-        for table in schema.BYTES:
+        for table_name in schema.BYTES:
             turns_of_group = "SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?"
             self._driver.execute_many(
-                f"DELETE FROM {table} WHERE turn_id IN ({turns_of_group})", [(id,) for id in groups]
+                f"DELETE FROM {table_name} WHERE turn_id IN ({turns_of_group})", [(group_id,) for group_id in groups]
             )
 
     def reclaim(self, transactions: Transactions) -> None:  # noqa: B027

@@ -40,20 +40,20 @@ class Address(NamedTuple):
         """The address of a new run in the database at `url`. Raises UsageError for a URL that names no database or
         holds a password, since it is written to the run's folder."""
         try:
-            parts = conninfo_to_dict(url)
+            url_parts = conninfo_to_dict(url)
         except psycopg.Error:  # its message may quote a password
             raise UsageError(f"the store's URL is none of PostgreSQL: {_EXAMPLE}") from None
         # A run's folder is copied, attached to issues and put into images. `tests/store/test_postgres_rights.py` looks
         # for the password in every file of a run.
-        if "password" in parts or "sslpassword" in parts:
+        if "password" in url_parts or "sslpassword" in url_parts:
             raise UsageError(f"the store's URL holds a password: leave it out, and give it in PGPASSWORD or {_PASSES}")
-        if not url.startswith(("postgresql://", "postgres://")) or not parts.get("dbname"):
+        if not url.startswith(("postgresql://", "postgres://")) or not url_parts.get("dbname"):
             raise UsageError(f"store {url!r} names no database: {_EXAMPLE}")
-        word = re.sub(r"\W+", "_", run.name.lower(), flags=re.ASCII)[:30].strip("_")
+        folder_word = re.sub(r"\W+", "_", run.name.lower(), flags=re.ASCII)[:30].strip("_")
         # The folder's name alone is not enough: every user of a shared database has a run called `runs/coder`, and a
         # run that is begun again in an emptied folder must not meet the tables of the first.
-        mark = hashlib.sha256(f"{run.absolute()}:{time.time_ns()}:{os.getpid()}".encode()).hexdigest()[:8]
-        return cls(url, f"agentrl_{word}_{mark}")
+        run_mark = hashlib.sha256(f"{run.absolute()}:{time.time_ns()}:{os.getpid()}".encode()).hexdigest()[:8]
+        return cls(url, f"agentrl_{folder_word}_{run_mark}")
 
     @classmethod
     def read(cls, path: Path) -> Address:
@@ -71,13 +71,13 @@ class Address(NamedTuple):
 
     def write(self, path: Path) -> None:
         """Write an address file, whole or not at all: others open the run as soon as it is there."""
-        draft = path.with_name(f"{path.name}.new")
-        draft.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
-        draft.replace(path)
+        draft_path = path.with_name(f"{path.name}.new")
+        draft_path.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
+        draft_path.replace(path)
 
     def connect(self, *, reads: bool = False) -> DeadlineConnection:
         """A new connection, outside any transaction. Raises psycopg.Error."""
-        settings = {
+        session_settings = {
             "search_path": self.schema,
             "lock_timeout": f"{int(1000 * MOMENT_S)}",
             # Shorter than the client's own deadline (`ANSWER_S`). If the client gave up first, the statement could
@@ -103,7 +103,9 @@ class Address(NamedTuple):
             keepalives_count=3,
             tcp_user_timeout=int(1000 * SILENT_S),
             application_name="agentrl",
-            options=" ".join(f"-c {name}={value}" for name, value in settings.items()),
+            options=" ".join(
+                f"-c {setting_name}={setting_value}" for setting_name, setting_value in session_settings.items()
+            ),
         )
         connection.adapters.register_dumper(str, StrDumper)
         connection.adapters.register_dumper(int, Int8Dumper)  # one type, so one prepared statement, however large
@@ -120,5 +122,5 @@ class _Number(Loader):
     """A sum or mean of PostgreSQL: an int if it is one, else a float."""
 
     def load(self, data: Buffer) -> int | float:
-        text = bytes(data).decode()
-        return int(text) if text.lstrip("-").isdigit() else float(text)
+        number_text = bytes(data).decode()
+        return int(number_text) if number_text.lstrip("-").isdigit() else float(number_text)

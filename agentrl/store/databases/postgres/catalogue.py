@@ -18,33 +18,33 @@ class Catalogue:
 
     def tables(self) -> dict[str, tuple[str, ...]]:
         """The columns of each table."""
-        columns: dict[str, tuple[str, ...]] = {}
-        for table, column in self._driver.rows(
+        columns_by_table: dict[str, tuple[str, ...]] = {}
+        for table_name, column_name in self._driver.rows(
             "SELECT c.relname::text, a.attname::text FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid"
             " WHERE c.relnamespace = to_regnamespace(current_schema()) AND c.relkind IN ('r', 'p')"
             " AND NOT c.relispartition AND a.attnum > 0 AND NOT a.attisdropped"
             " AND c.relname NOT IN ('schema_version', 'last_writes', 'parts') ORDER BY c.relname, a.attnum"
         ):
-            columns[table] = (*columns.get(table, ()), column)
-        return columns
+            columns_by_table[table_name] = (*columns_by_table.get(table_name, ()), column_name)
+        return columns_by_table
 
     def types(self, table: str) -> Mapping[str, int]:
         """The types of a table's columns, by name and in their order."""
         if table not in self._columns:
-            rows = self._driver.rows(
+            type_rows = self._driver.rows(
                 "SELECT attname::text, atttypid::bigint FROM pg_attribute"
                 " WHERE attrelid = to_regclass(?) AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
                 (f"{self._schema}.{table}",),
             )
-            self._columns[table] = dict(rows)
+            self._columns[table] = dict(type_rows)
         return self._columns[table]
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
         """See `Driver.numbers`."""
-        rows = self._driver.rows(
+        number_rows = self._driver.rows(
             "SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (self._sequence(table), n)
         )
-        return [id for (id,) in rows]
+        return [row_id for (row_id,) in number_rows]
 
     def skip_numbers(self, table: str, beyond: int, n: int) -> None:
         """See `Upkeep.skip_numbers`."""
@@ -55,10 +55,10 @@ class Catalogue:
 
     def renumber(self) -> None:
         """See `Upkeep.renumber`."""
-        for table, columns in self.tables().items():
-            column = columns[0]
-            if column in ("id", "version") and (sequence := self._serial(table, column)):
-                self._driver.execute(f"SELECT setval('{sequence}', (SELECT MAX({column}) FROM {table}))")
+        for table_name, column_names in self.tables().items():
+            first_column = column_names[0]
+            if first_column in ("id", "version") and (sequence := self._serial(table_name, first_column)):
+                self._driver.execute(f"SELECT setval('{sequence}', (SELECT MAX({first_column}) FROM {table_name}))")
 
     def _sequence(self, table: str) -> str:
         """The sequence that numbers a table's rows."""

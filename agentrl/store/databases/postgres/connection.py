@@ -53,14 +53,14 @@ class DeadlineConnection(psycopg.Connection[Any]):
 def _bounded(gen: Generator[Any, Any, _T], until: float) -> Generator[Any, Any, _T]:
     """Run `gen`, and raise TimeoutError once the time `until` has passed. psycopg looks in ten times a second, also if
     nothing came."""
-    ready: Any = None
+    ready_events: Any = None
     while True:
         try:
-            wants = gen.send(ready)
+            awaited_events = gen.send(ready_events)
         except StopIteration as done:
             return done.value
-        ready = yield wants
-        if not ready and time.monotonic() > until:
+        ready_events = yield awaited_events
+        if not ready_events and time.monotonic() > until:
             gen.close()
             raise TimeoutError
 
@@ -105,37 +105,39 @@ class Pipeline:
 
     def send(self, sql: bytes, parameters: Sequence[Any]) -> Sent:
         """Send a statement, with `$1` for its first parameter, and do not wait."""
-        values = self._adapter.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
-        return self._send(sql, values, self._adapter.types, self._adapter.formats)
+        dumped_values = self._adapter.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+        return self._send(sql, dumped_values, self._adapter.types, self._adapter.formats)
 
     def send_arrays(self, sql: bytes, types: Sequence[int], columns: Sequence[Sequence[Any]]) -> Sent:
         """Send a statement whose parameters are arrays of values of these types, and do not wait."""
-        values = [array(type, column) for type, column in zip(types, columns, strict=True)]
-        return self._send(sql, values, tuple(ARRAYS[type] for type in types), [Format.BINARY] * len(values))
+        packed_arrays = [array(type_oid, column_values) for type_oid, column_values in zip(types, columns, strict=True)]
+        return self._send(
+            sql, packed_arrays, tuple(ARRAYS[type_oid] for type_oid in types), [Format.BINARY] * len(packed_arrays)
+        )
 
     def send_once(self, sql: bytes) -> Sent:
         """Send a statement that no later one resembles, and do not wait."""
         self._wire.send_query_params(sql, None)
-        self._sent.append(sent := Sent(self))
-        return sent
+        self._sent.append(sent_statement := Sent(self))
+        return sent_statement
 
     def _send(self, sql: bytes, values: Sequence[Any], types: Any, formats: Any) -> Sent:
-        name = self._names.get((sql, types))
-        sent = Sent(self)
+        prepared_name = self._names.get((sql, types))
+        sent_statement = Sent(self)
         # A server keeps each prepared statement until the session ends. Statements whose text varies, with a list of
         # ids of any length for instance, would fill its memory over a long run.
-        if name is None and len(self._names) >= _PREPARED:
+        if prepared_name is None and len(self._names) >= _PREPARED:
             self._wire.send_query_params(sql, values, types, formats)
         else:
-            if name is None:
-                name = self._names[sql, types] = b"agentrl_%d" % len(self._names)
-                self._wire.send_prepare(name, sql, types)
+            if prepared_name is None:
+                prepared_name = self._names[sql, types] = b"agentrl_%d" % len(self._names)
+                self._wire.send_prepare(prepared_name, sql, types)
                 self._sent.append(Sent(self, (sql, types)))
-            self._wire.send_query_prepared(name, values, formats)
-        self._sent.append(sent)
+            self._wire.send_query_prepared(prepared_name, values, formats)
+        self._sent.append(sent_statement)
         if len(self._sent) > _UNREAD:
-            self.result(sent)
-        return sent
+            self.result(sent_statement)
+        return sent_statement
 
     def result(self, sent: Sent) -> PGresult:
         """The result of a statement. Raises psycopg.Error if it, or one before it, failed."""
@@ -146,9 +148,9 @@ class Pipeline:
 
     def rows(self, sent: Sent) -> list[tuple[Any, ...]]:
         """The rows of a statement. Raises as `result`."""
-        result = self.result(sent)
-        self._adapter.set_pgresult(result)
-        return self._adapter.load_rows(0, result.ntuples, tuple)
+        statement_result = self.result(sent)
+        self._adapter.set_pgresult(statement_result)
+        return self._adapter.load_rows(0, statement_result.ntuples, tuple)
 
     def leave(self) -> None:
         """Wait for all that was sent, and let others use the session again. Raises psycopg.Error for the first
@@ -169,35 +171,35 @@ class Pipeline:
         self._wire.send_flush_request()
         yield from send(self._wire)
         while until.result is None:
-            results = yield from fetch_many(self._wire)
-            self._take(results)
+            statement_results = yield from fetch_many(self._wire)
+            self._take(statement_results)
 
     def _receive_all(self) -> Generator[Any, Any, None]:
         yield from send(self._wire)
-        first: psycopg.Error | None = None
+        first_error: psycopg.Error | None = None
         while self._sent:
-            results = yield from fetch_many(self._wire)
+            statement_results = yield from fetch_many(self._wire)
             try:
-                self._take(results)
+                self._take(statement_results)
             except psycopg.Error as error:
-                first = first or error
+                first_error = first_error or error
         # After a failed statement the server answers all later ones with "aborted". The first real error is the one to
         # raise; that a pipeline was aborted was raised already by whoever asked for that result.
-        if first is not None and not isinstance(first, errors.PipelineAborted):
-            raise first
+        if first_error is not None and not isinstance(first_error, errors.PipelineAborted):
+            raise first_error
 
     def _take(self, results: list[PGresult]) -> None:
-        sent, result = self._sent.popleft(), results[0]
-        sent.result = result
-        if result.status not in _FAILED:
+        sent_statement, statement_result = self._sent.popleft(), results[0]
+        sent_statement.result = statement_result
+        if statement_result.status not in _FAILED:
             return
-        if sent.prepares is not None:
+        if sent_statement.prepares is not None:
             # The server did not keep it, for want of a table for example. If the name stayed here, every later use
             # would fail with "prepared statement does not exist" and hide the first error.
-            self._names.pop(sent.prepares, None)
-        if result.status == ExecStatus.PIPELINE_ABORTED:
+            self._names.pop(sent_statement.prepares, None)
+        if statement_result.status == ExecStatus.PIPELINE_ABORTED:
             raise errors.PipelineAborted("a statement before it failed")
-        raise errors.error_from_result(result)
+        raise errors.error_from_result(statement_result)
 
 
 _LOOK_S = 1.0  # the longest that a lost notification delays anybody
@@ -224,10 +226,10 @@ class Notices:
         """Whether anybody has committed since the last call; also if that is not known."""
         # A notification is lost without an error if a proxy drops an idle connection and keeps the socket open. A look
         # a second bounds what that costs (law 4) and is cheap beside a run's other traffic.
-        written = self._notified() or time.monotonic() > self._reported_s + _LOOK_S
-        if written:
+        has_commits = self._notified() or time.monotonic() > self._reported_s + _LOOK_S
+        if has_commits:
             self._reported_s = time.monotonic()
-        return written
+        return has_commits
 
     def _notified(self) -> bool:
         try:

@@ -67,14 +67,16 @@ class Partitions:
         # Looked at again under the lock: two journal writers, which share the store's own lock, may both see that room
         # runs out. A quarter of a part ahead, so that nobody ever waits for a table to be made.
         self._driver.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
-        ((until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
-        while until <= turn + _AHEAD:
-            end = until + max(TURNS, until // 32)
-            for table in BYTES:
-                self._run(f"CREATE TABLE {table}_{until} (LIKE {table} INCLUDING ALL)")
-                self._attach(table, until, end)
-            self._driver.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, end - until))
-            until = end
+        ((covered_until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
+        while covered_until <= turn + _AHEAD:
+            part_end = covered_until + max(TURNS, covered_until // 32)
+            for table_name in BYTES:
+                self._run(f"CREATE TABLE {table_name}_{covered_until} (LIKE {table_name} INCLUDING ALL)")
+                self._attach(table_name, covered_until, part_end)
+            self._driver.execute(
+                "INSERT INTO parts VALUES (?, ?, ?, 0)", (covered_until, part_end, part_end - covered_until)
+            )
+            covered_until = part_end
 
     def forget(self, groups: Sequence[int]) -> None:
         """Count what retention no longer keeps. Inside a write."""
@@ -82,46 +84,51 @@ class Partitions:
 
     def reclaim(self, transactions: Transactions) -> None:
         """Give back the space of full parts of which half is forgotten; the next call does it if somebody reads now."""
-        full = f"SELECT start FROM parts WHERE {_SHRINKS} AND until <= (SELECT MAX(id) FROM turns) ORDER BY start"
+        full_parts_sql = (
+            f"SELECT start FROM parts WHERE {_SHRINKS} AND until <= (SELECT MAX(id) FROM turns) ORDER BY start"
+        )
         with transactions.read():
-            shrinking = self._driver.rows(full)
+            shrinkable_parts = self._driver.rows(full_parts_sql)
         with suppress(StoreBusy):
-            for (start,) in shrinking:
+            for (part_start,) in shrinkable_parts:
                 with transactions.write():
-                    self._shrink(start)
+                    self._shrink(part_start)
 
     def _shrink(self, start: int) -> None:
         """Leave of a part what is kept."""
-        run = self._run
-        part = self._driver.row(f"SELECT until FROM parts WHERE start = ? AND {_SHRINKS}", (start,))
-        if part is None:
+        run_sql = self._run
+        part_row = self._driver.row(f"SELECT until FROM parts WHERE start = ? AND {_SHRINKS}", (start,))
+        if part_row is None:
             return  # another process has done it
-        (until,) = part
+        (part_end,) = part_row
         # A moment, although waiting longer would succeed more often: in PostgreSQL everybody who comes after a waiting
         # exclusive lock queues behind it. Ten seconds of patience here would be ten seconds in which no episode can be
         # read or claimed. Nothing is lost by giving up, the next retention tries again.
-        run(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
-        run(f"LOCK TABLE {', '.join(f'ONLY {table}' for table in BYTES)} IN ACCESS EXCLUSIVE MODE")
-        run(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=until)}")
-        ((n_kept,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
+        run_sql(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
+        run_sql(f"LOCK TABLE {', '.join(f'ONLY {table_name}' for table_name in BYTES)} IN ACCESS EXCLUSIVE MODE")
+        run_sql(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=part_end)}")
+        ((kept_count,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
         # Kept turns move into the part before if they fit. Otherwise a run that keeps one turn in a hundred would end
         # with hundreds of nearly empty tables, and planning a query takes longer with each of them.
-        fits = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
-        into, rows = self._driver.row(fits, (start, n_kept, until - start)) or (start, 0)
-        for table in BYTES:
-            run(f"ALTER TABLE {table} DETACH PARTITION {table}_{start}")
-            run(f"ALTER TABLE {table}_{start} RENAME TO {table}_old")
-            if into == start:
-                run(f"CREATE TABLE {table}_{into} (LIKE {table} INCLUDING ALL)")
+        neighbour_sql = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
+        target_start, target_rows = self._driver.row(neighbour_sql, (start, kept_count, part_end - start)) or (start, 0)
+        for table_name in BYTES:
+            run_sql(f"ALTER TABLE {table_name} DETACH PARTITION {table_name}_{start}")
+            run_sql(f"ALTER TABLE {table_name}_{start} RENAME TO {table_name}_old")
+            if target_start == start:
+                run_sql(f"CREATE TABLE {table_name}_{target_start} (LIKE {table_name} INCLUDING ALL)")
             else:
-                run(f"ALTER TABLE {table} DETACH PARTITION {table}_{into}")
-            run(f"INSERT INTO {table}_{into} SELECT o.* FROM {table}_old o JOIN kept k ON k.id = o.turn_id")
-            run(f"DROP TABLE {table}_old")
-            self._attach(table, into, until)
-        run("DROP TABLE kept")
-        run(f"DELETE FROM parts WHERE start IN ({start}, {into})")
-        run(f"INSERT INTO parts VALUES ({into}, {until}, {rows + n_kept}, 0)")
+                run_sql(f"ALTER TABLE {table_name} DETACH PARTITION {table_name}_{target_start}")
+            run_sql(
+                f"INSERT INTO {table_name}_{target_start}"
+                f" SELECT o.* FROM {table_name}_old o JOIN kept k ON k.id = o.turn_id"
+            )
+            run_sql(f"DROP TABLE {table_name}_old")
+            self._attach(table_name, target_start, part_end)
+        run_sql("DROP TABLE kept")
+        run_sql(f"DELETE FROM parts WHERE start IN ({start}, {target_start})")
+        run_sql(f"INSERT INTO parts VALUES ({target_start}, {part_end}, {target_rows + kept_count}, 0)")
 
     def _attach(self, table: str, start: int, until: int) -> None:
-        first = start or "MINVALUE"
-        self._run(f"ALTER TABLE {table} ATTACH PARTITION {table}_{start} FOR VALUES FROM ({first}) TO ({until})")
+        lower_bound = start or "MINVALUE"
+        self._run(f"ALTER TABLE {table} ATTACH PARTITION {table}_{start} FOR VALUES FROM ({lower_bound}) TO ({until})")

@@ -55,21 +55,25 @@ _NUMBERED = b"INSERT INTO last_writes VALUES ($1, $2) ON CONFLICT (writer) DO UP
 
 def open_database(path: Path, address: Address, clock: Callable[[], float], *, reads: bool = False) -> Database:
     """Connect; a handle of the machine's clock takes the server's. Raises StoreError."""
-    driver = Postgres(path, address, reads=reads)
-    return Database(driver, PostgresUpkeep(driver), driver.session.servers_s if clock is time.time else clock)
+    postgres_driver = Postgres(path, address, reads=reads)
+    return Database(
+        postgres_driver,
+        PostgresUpkeep(postgres_driver),
+        postgres_driver.session.servers_s if clock is time.time else clock,
+    )
 
 
 def drop_schema(path: Path, address: Address) -> None:
     """Remove the schema of a store with all that is in it. Raises StoreError."""
-    driver = Postgres(path, address)
+    postgres_driver = Postgres(path, address)
     try:
-        driver.session.connection.execute(
+        postgres_driver.session.connection.execute(
             names.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(names.Identifier(address.schema))
         )
     except psycopg.Error as error:
-        raise driver.named(error) from error
+        raise postgres_driver.named(error) from error
     finally:
-        driver.close()
+        postgres_driver.close()
 
 
 class Postgres(Driver):
@@ -106,16 +110,16 @@ class Postgres(Driver):
         return self.session.in_transaction
 
     def begin_read(self) -> None:
-        session, begins = self.session, (_BEGIN_READ, *READ) if self.prepared else (_BEGIN_READ,)
+        session, begin_statements = self.session, (_BEGIN_READ, *READ) if self.prepared else (_BEGIN_READ,)
         # The statements below are sent without waiting, so a connection that the server has closed would show only at
         # the first answer, in the middle of the caller's work. One poll of the socket, without a message, tells
         # beforehand.
         if not session.is_silent():  # it may have been closed: then a new one is opened
-            session.begin("; ".join(begins))
+            session.begin("; ".join(begin_statements))
             session.pipeline.enter()
             return
         session.pipeline.enter()
-        for statement in begins:
+        for statement in begin_statements:
             session.pipeline.send(statement.encode(), ())
 
     def begin_write(self, *, durable: bool, shared: bool) -> None:
@@ -159,43 +163,49 @@ class Postgres(Driver):
     def _was_committed(self) -> bool:
         """Whether the last transaction was committed, whose connection was lost meanwhile. Raises StoreError if the
         database does not say in time."""
-        session, began, first = self.session, time.monotonic(), None
+        session, began_s, first_error = self.session, time.monotonic(), None
         self.waiting.for_database += 1
         session.connection.close()
         try:
-            while self.prepared and (first is None or time.monotonic() - began < self.waiting.away_s):
+            while self.prepared and (first_error is None or time.monotonic() - began_s < self.waiting.away_s):
                 try:
                     # Under the run's lock: the old session may still be committing on the server. It held the same
                     # lock, so once this one has it the row says the final word.
                     session.lock()  # so the transaction has ended
-                    row = self.row("SELECT number FROM last_writes WHERE writer = ?", (self._writer,))
+                    last_write = self.row("SELECT number FROM last_writes WHERE writer = ?", (self._writer,))
                     session.roll_back()
-                    return row == (self._written,)
+                    return last_write == (self._written,)
                 except psycopg.Error as error:
-                    if first is None:
-                        text = f"agentrl: {session.away(error)}; it is waited for, {self.waiting.away_s:g} s at most"
-                        print(text, file=sys.stderr, flush=True)
-                    first = error
+                    if first_error is None:
+                        waiting_notice = (
+                            f"agentrl: {session.away(error)}; it is waited for, {self.waiting.away_s:g} s at most"
+                        )
+                        print(waiting_notice, file=sys.stderr, flush=True)
+                    first_error = error
                 time.sleep(PAUSE_S)
         finally:
             self.waiting.for_database -= 1
-        why = f"{self.path}: the database does not answer, and may have kept the last write or not"
-        raise StoreError(f"{why}: start it, then go on with agentrl train --resume {self.path.parent}") from first
+        problem = f"{self.path}: the database does not answer, and may have kept the last write or not"
+        raise StoreError(
+            f"{problem}: start it, then go on with agentrl train --resume {self.path.parent}"
+        ) from first_error
 
     def roll_back(self) -> None:
         self.session.roll_back()
 
     def named(self, error: Exception) -> StoreError:
-        state = getattr(error, "sqlstate", None) or ""
+        sql_state = getattr(error, "sqlstate", None) or ""
         if is_full(error):
             return DiskFull(f"{self.path}: no space left for the database: free some; what was journaled is kept")
-        if state in ("55P03", "57014"):
-            who = f"another session has held the run's write lock for over {self.waiting.lock_s:g} s"
-            hint = "find it in pg_stat_activity and end it with pg_terminate_backend"
-            return StoreBusy(f"{self.path}: {who}: {hint}; then go on with agentrl train --resume {self.path.parent}")
+        if sql_state in ("55P03", "57014"):
+            lock_holder = f"another session has held the run's write lock for over {self.waiting.lock_s:g} s"
+            release_hint = "find it in pg_stat_activity and end it with pg_terminate_backend"
+            return StoreBusy(
+                f"{self.path}: {lock_holder}: {release_hint}; then go on with agentrl train --resume {self.path.parent}"
+            )
         if self.session.lost(error):
             return self.session.away(error)
-        if state in ("3F000", "42P01"):
+        if sql_state in ("3F000", "42P01"):
             return StoreError(f"{self.path}: the database has no such run any more ({one_line(error)})")
         return StoreError(f"{self.path}: the database says: {one_line(error)}")
 
@@ -208,37 +218,41 @@ class Postgres(Driver):
 
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """Rows of one table go out in one statement, which has an array for each column."""
-        rows, plain = list(rows), plain_insert(sql)
-        if plain is not None and plain.table in schema.BYTES and rows:
-            self.partitions.room(max(row[0] for row in rows))
+        rows, insertion = list(rows), plain_insert(sql)
+        if insertion is not None and insertion.table in schema.BYTES and rows:
+            self.partitions.room(max(row_values[0] for row_values in rows))
         # A single row as a plain statement: it is prepared already, and an array of one element is longer to pack and
         # to plan.
-        if len(rows) < 2 or plain is None or not self.session.pipeline.entered:
-            for row in rows:
-                self.execute(sql, row)
+        if len(rows) < 2 or insertion is None or not self.session.pipeline.entered:
+            for row_values in rows:
+                self.execute(sql, row_values)
             return
-        types = self.catalogue.types(plain.table)
-        columns = [types[name] for name in plain.columns] if plain.columns else list(types.values())
+        types_by_column = self.catalogue.types(insertion.table)
+        column_types = (
+            [types_by_column[column_name] for column_name in insertion.columns]
+            if insertion.columns
+            else list(types_by_column.values())
+        )
         # Divided by bytes: a parameter has a limit of 1 GB, and the server holds a whole statement in memory, beside
         # those of all other sessions.
-        for few in parted(rows):
-            arrays = list(zip(*few, strict=True))
-            self.session.pipeline.send_arrays(many(sql, tuple(columns)), columns, arrays)
+        for row_batch in parted(rows):
+            column_arrays = list(zip(*row_batch, strict=True))
+            self.session.pipeline.send_arrays(many(sql, tuple(column_types)), column_types, column_arrays)
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
-        number = "version" if sql.startswith("INSERT INTO versions") else "id"
-        row = self.row(f"{sql} RETURNING {number}", parameters)
-        assert row is not None
+        number_column = "version" if sql.startswith("INSERT INTO versions") else "id"
+        returned_row = self.row(f"{sql} RETURNING {number_column}", parameters)
+        assert returned_row is not None
         if sql.startswith("INSERT INTO turns"):
-            self.partitions.room(row[0])
-        return row[0]
+            self.partitions.room(returned_row[0])
+        return returned_row[0]
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
         return self.catalogue.numbers(table, n)
 
     def all_rows(self, *queries: Query) -> list[list[Row]]:
         """See `Driver`: all of them go out before the first is waited for."""
-        cursors = [self.execute(sql, parameters) for sql, parameters in queries]
+        cursors = [self.execute(statement, parameters) for statement, parameters in queries]
         return [list(cursor) for cursor in reversed(cursors)][::-1]  # with the last answer come all before it
 
     def any_text(self, text: str | bytes) -> str | bytes:
@@ -255,8 +269,8 @@ class PostgresUpkeep(Upkeep):
     def make_place(self) -> None:
         # A new connection afterwards: the number of the run's lock is that of the schema, which is read when a
         # connection begins.
-        create = names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(names.Identifier(self._session.schema))
-        self._session.connection.execute(create)
+        create_schema = names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(names.Identifier(self._session.schema))
+        self._session.connection.execute(create_schema)
         self._session.connection.close()
         self._session.connect()
 
@@ -265,12 +279,12 @@ class PostgresUpkeep(Upkeep):
 
     def check(self) -> None:
         if not self.is_made():
-            why = "it was never begun"
+            problem = "it was never begun"
             if not self._session.lock_id:
-                why = f"the database has no schema {self._session.schema}: the run was removed"
-            raise UsageError(f"{self._driver.path} holds no run: {why}")
-        ((version,),) = self._driver.rows("SELECT version FROM schema_version")
-        schema.check_version(version, self._driver.path)
+                problem = f"the database has no schema {self._session.schema}: the run was removed"
+            raise UsageError(f"{self._driver.path} holds no run: {problem}")
+        ((schema_version,),) = self._driver.rows("SELECT version FROM schema_version")
+        schema.check_version(schema_version, self._driver.path)
 
     def create_tables(self) -> None:
         self._session.settle()  # several statements at once go through no pipeline
@@ -308,4 +322,4 @@ class PostgresUpkeep(Upkeep):
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
     """Flags are numbers, as SQLite has them."""
-    return tuple(int(value) if isinstance(value, bool) else value for value in parameters)
+    return tuple(int(parameter) if isinstance(parameter, bool) else parameter for parameter in parameters)

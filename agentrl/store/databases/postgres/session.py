@@ -50,11 +50,11 @@ class Session:
         """Open the connection, a new one if there was one."""
         self.connection = self._address.connect(reads=self._reads)
         self.pipeline = Pipeline(self.connection)
-        query = f"SELECT to_regnamespace($1)::oid::bigint, {_NOW}"
-        row = self.connection.execute(query, (self._address.schema,)).fetchone()
-        assert row is not None
-        self.lock_id = 0 if row[0] is None else _LOCK + row[0]
-        self._set_clock(row[1])
+        schema_query = f"SELECT to_regnamespace($1)::oid::bigint, {_NOW}"
+        answer_row = self.connection.execute(schema_query, (self._address.schema,)).fetchone()
+        assert answer_row is not None
+        self.lock_id = 0 if answer_row[0] is None else _LOCK + answer_row[0]
+        self._set_clock(answer_row[1])
 
     def watch(self) -> DeadlineConnection:
         """Another connection to the same schema, which only reads."""
@@ -86,23 +86,25 @@ class Session:
 
     def lock(self, *, shared: bool = False) -> None:
         """Begin a transaction that holds the run's lock; set the clock if that was long ago."""
-        how = "_shared" if shared else ""
-        asks = f"; SELECT {_NOW}" if _host_s() - self._clock_set_s > _CLOCK_S else ""
+        lock_suffix = "_shared" if shared else ""
+        clock_query = f"; SELECT {_NOW}" if _host_s() - self._clock_set_s > _CLOCK_S else ""
         # The number is read after a lost connection was replaced: the new one may have another schema.
         # The lock belongs to the transaction, not to the session: a process that dies, or an error that nobody
         # expected, frees it with the transaction. A lock of the session would stay until somebody gives it up by name.
-        answer = self.begin("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self.lock_id}){asks}")
-        while answer.nextset():
+        lock_answer = self.begin(
+            "BEGIN", lambda: f"SELECT pg_advisory_xact_lock{lock_suffix}({self.lock_id}){clock_query}"
+        )
+        while lock_answer.nextset():
             pass
-        if asks and (row := answer.fetchone()) is not None:
-            self._set_clock(row[0])
+        if clock_query and (clock_row := lock_answer.fetchone()) is not None:
+            self._set_clock(clock_row[0])
 
     def begin(self, begin: str, lock: Callable[[], str] | None = None) -> psycopg.Cursor[Any]:
         """Begin a transaction; on a new connection if the old one was lost."""
         # A lost connection is replaced once, without the caller's knowledge: nothing of a transaction exists yet. A
         # second failure is not a lost connection but a server that is away, and waiting for that is the business of
         # `outlast`.
-        for first in (True, False):
+        for is_first_try in (True, False):
             try:
                 if self.connection.closed:
                     self.connect()
@@ -113,7 +115,7 @@ class Session:
                     self._end_silent()
                     raise
                 self.connection.close()
-                if not first:
+                if not is_first_try:
                     raise
         raise AssertionError("unreachable")
 
@@ -157,17 +159,17 @@ class Session:
         """Whether the server has sent nothing unasked, as it does when it ends a session."""
         if self.connection.closed:
             return False
-        poll = select.poll()
-        poll.register(self.connection.fileno(), select.POLLIN)
-        return not poll.poll(0)
+        poller = select.poll()
+        poller.register(self.connection.fileno(), select.POLLIN)
+        return not poller.poll(0)
 
     def lost(self, error: Exception) -> bool:
         """Whether the connection of a failed statement was lost, also if there is a new one by now. Errors without a
         state are libpq's, which hears no server any more."""
-        state = getattr(error, "sqlstate", None) or ""
+        sql_state = getattr(error, "sqlstate", None) or ""
         # The exact class: its subclasses have a state and are answers of a server that is there, such as a full disk or
         # a lock that was not to be had.
-        return self.connection.closed or state.startswith(_LOST) or type(error) is psycopg.OperationalError
+        return self.connection.closed or sql_state.startswith(_LOST) or type(error) is psycopg.OperationalError
 
     def away(self, error: Exception) -> StoreAway:
         """The error for a server that does not answer."""

@@ -32,30 +32,32 @@ _FIXED: Final = {_INT8: struct.Struct(">iq"), _FLOAT8: struct.Struct(">id")}
 
 def array(type: int, values: Sequence[Any]) -> bytes:
     """Values of one type, or None, as an array. Raises struct.error for one that is none of it."""
-    header = _HEADER.pack(1, None in values, type, len(values), 1)
-    if fixed := _FIXED.get(type):
-        pack = fixed.pack
-        return header + b"".join([_NULL if value is None else pack(8, value) for value in values])
-    parts = [header]
-    for value in values:
-        if value is None:
-            parts.append(_NULL)
+    array_header = _HEADER.pack(1, None in values, type, len(values), 1)
+    if fixed_format := _FIXED.get(type):
+        pack_fixed = fixed_format.pack
+        return array_header + b"".join(
+            [_NULL if array_value is None else pack_fixed(8, array_value) for array_value in values]
+        )
+    array_parts = [array_header]
+    for array_value in values:
+        if array_value is None:
+            array_parts.append(_NULL)
         else:
-            data = value.encode() if isinstance(value, str) else value
-            parts += (_LENGTH.pack(len(data)), data)
-    return b"".join(parts)
+            value_bytes = array_value.encode() if isinstance(array_value, str) else array_value
+            array_parts += (_LENGTH.pack(len(value_bytes)), value_bytes)
+    return b"".join(array_parts)
 
 
 def parted(rows: Sequence[Sequence[Any]]) -> Iterator[Sequence[Sequence[Any]]]:
     """Rows, divided where they are too much for one statement."""
-    begin = size = 0
-    for place, row in enumerate(rows):
-        row_bytes = sum(len(value) for value in row if isinstance(value, (bytes, str)))
-        if size + row_bytes > _MOST_BYTES and place > begin:
-            yield rows[begin:place]
-            begin, size = place, 0
-        size += row_bytes
-    yield rows[begin:]
+    batch_start = batch_bytes = 0
+    for row_position, row_values in enumerate(rows):
+        row_bytes = sum(len(column_value) for column_value in row_values if isinstance(column_value, (bytes, str)))
+        if batch_bytes + row_bytes > _MOST_BYTES and row_position > batch_start:
+            yield rows[batch_start:row_position]
+            batch_start, batch_bytes = row_position, 0
+        batch_bytes += row_bytes
+    yield rows[batch_start:]
 
 
 # Quoted texts are matched too, and left alone: a question mark inside one is no parameter.
@@ -69,17 +71,17 @@ _CROSS = re.compile(
 @lru_cache(maxsize=1024)
 def translated(sql: str) -> bytes:
     """A statement as PostgreSQL reads it."""
-    count = 0
+    place_count = 0
 
     def place(match: re.Match[str]) -> str:
-        nonlocal count
+        nonlocal place_count
         if match[1] is None:
             return match[0]
-        count += 1
-        return f"${match[1] or count}"
+        place_count += 1
+        return f"${match[1] or place_count}"
 
-    text = _CROSS.sub(_in_order, _HINT.sub("", sql))
-    return _PLACE.sub(place, text).encode()
+    ordered_sql = _CROSS.sub(_in_order, _HINT.sub("", sql))
+    return _PLACE.sub(place, ordered_sql).encode()
 
 
 def _in_order(join: re.Match[str]) -> str:
@@ -105,13 +107,15 @@ _INSERT = re.compile(r"INSERT INTO (?P<table>\w+)( \((?P<columns>[\w, ]+)\))? VA
 @lru_cache
 def plain_insert(sql: str) -> PlainInsert | None:
     """A statement that inserts the row of its parameters as it is; None if it is another."""
-    match = _INSERT.fullmatch(sql)
-    columns = match["columns"] if match else None
-    return match and PlainInsert(match["table"], tuple(columns.split(", ")) if columns else ())
+    insert_match = _INSERT.fullmatch(sql)
+    column_list = insert_match["columns"] if insert_match else None
+    return insert_match and PlainInsert(insert_match["table"], tuple(column_list.split(", ")) if column_list else ())
 
 
 @lru_cache
 def many(sql: str, types: tuple[int, ...]) -> bytes:
     """A plain insert of many rows, with an array for each column."""
-    values = ", ".join(f"unnest(${number}::{NAMES[type]}[])" for number, type in enumerate(types, 1))
-    return f"{sql.partition(' VALUES ')[0]} SELECT {values}".encode()
+    unnested_arrays = ", ".join(
+        f"unnest(${parameter_number}::{NAMES[type_oid]}[])" for parameter_number, type_oid in enumerate(types, 1)
+    )
+    return f"{sql.partition(' VALUES ')[0]} SELECT {unnested_arrays}".encode()

@@ -41,14 +41,16 @@ class Supervision:
     def take(self) -> None:
         """Take the lock. Raises UsageError, which names its holder, if that one does not give it up in time, and
         StoreAway."""
-        until, is_reported = time.monotonic() + _FREED_S, False
+        deadline_s, is_reported = time.monotonic() + _FREED_S, False
         try:
             while not self._try():
-                if time.monotonic() > until:
+                if time.monotonic() > deadline_s:
                     raise UsageError(f"{self._path.parent}: {self._holder()} supervises this run: end it there first")
                 if not is_reported:
-                    wait = f"it is waited for, {_FREED_S:g} s at most, should it be gone"
-                    print(f"agentrl: {self._holder()} supervises this run: {wait}", file=sys.stderr, flush=True)
+                    waiting_notice = f"it is waited for, {_FREED_S:g} s at most, should it be gone"
+                    print(
+                        f"agentrl: {self._holder()} supervises this run: {waiting_notice}", file=sys.stderr, flush=True
+                    )
                 is_reported = True
                 time.sleep(_LOOK_S)
         except psycopg.Error as error:
@@ -72,11 +74,11 @@ class Supervision:
         except psycopg.Error:
             self.close()
             return
-        now = time.monotonic()
+        checked_at_s = time.monotonic()
         # Refused is not yet replaced: after a cut network the server may hold our own old session, with our own lock,
         # until its keepalives fail. A supervisor that ended at the first refusal would end at every short cut.
-        self._refused_at = self._refused_at or now
-        if now - self._refused_at > _FREED_S:  # until then it may be our own session of before
+        self._refused_at = self._refused_at or checked_at_s
+        if checked_at_s - self._refused_at > _FREED_S:  # until then it may be our own session of before
             raise RunFailed(f"{self._path.parent}: {self._holder()} supervises this run now, so this one ends")
 
     def close(self) -> None:
@@ -88,18 +90,18 @@ class Supervision:
     def _try(self) -> bool:
         if self._session is None or self._session.closed:
             self._session = self._address.connect()
-        row = self._session.execute(
+        lock_row = self._session.execute(
             "SELECT pg_try_advisory_lock($1 + to_regnamespace($2)::oid::bigint)", (_LOCK, self._address.schema)
         ).fetchone()
-        assert row is not None
-        if row[0] is None:  # there is no run: whoever opens it says so
+        assert lock_row is not None
+        if lock_row[0] is None:  # there is no run: whoever opens it says so
             return True
-        if not row[0]:
+        if not lock_row[0]:
             return False
         self._session.execute(_NAMED, (SUPERVISOR.key, self._name))
         return True
 
     def _holder(self) -> str:
         assert self._session is not None
-        row = self._session.execute("SELECT value FROM meta WHERE key = $1", (SUPERVISOR.key,)).fetchone()
-        return "another process" if row is None else str(row[0])
+        holder_row = self._session.execute("SELECT value FROM meta WHERE key = $1", (SUPERVISOR.key,)).fetchone()
+        return "another process" if holder_row is None else str(holder_row[0])
