@@ -72,14 +72,14 @@ def admissible_groups(load: Load, bounds: AdmissionBounds, *, step: int) -> int:
     # Rounded up: a group starts as soon as one place is free. Rounded down, places would stand empty behind each
     # straggler until a whole group fits. Workers hold `max_running` themselves: the rest of the group waits, oldest
     # group first, and no more episodes run than the setting says.
-    places = math.ceil((bounds.max_running - load.running_episodes) / bounds.group_size)
+    free_places = math.ceil((bounds.max_running - load.running_episodes) / bounds.group_size)
     # A full buffer narrows the horizon to the next step and does not close admission. If it did, a buffer that is full
     # of groups which the order or the lag bound keeps from this step would leave the learner without enough of them,
     # and nothing would ever drain it.
-    full = bounds.max_tokens is not None and load.buffered_tokens >= bounds.max_tokens
-    horizon = min(last_step(step, 0 if full else bounds.max_lag), bounds.steps_total)
+    is_full = bounds.max_tokens is not None and load.buffered_tokens >= bounds.max_tokens
+    horizon_step = min(last_step(step, 0 if is_full else bounds.max_lag), bounds.steps_total)
     # Groups that were dropped are not in the load, so others take their places. Groups that run count as if they were
     # trained in the order of their admission: so counting alone keeps to the bound of law 5. An order that passes old
     # groups over makes them stale, and the buffer drops and counts them.
-    fresh = horizon * bounds.groups_per_step - (load.accepted_groups + load.running_groups)
-    return max(0, min(places, fresh))
+    remaining_groups = horizon_step * bounds.groups_per_step - (load.accepted_groups + load.running_groups)
+    return max(0, min(free_places, remaining_groups))

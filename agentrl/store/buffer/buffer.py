@@ -154,34 +154,36 @@ class GroupBuffer(StorePart):
         # every closed group; with the write lock held, all episodes of the run would wait for it to journal. Whatever
         # else changes meanwhile only adds: groups close and members end, and no other process takes, since it would
         # have to lead (`check_lead`). So what was chosen is still there.
-        offered = self._offered(step, n, max_lag, returns)
-        if closes := to_close(offered, n, close_at_bound):
-            self._close_early(closes)
-            offered = self._offered(step, n, max_lag, returns)
-        chosen = choose(offered, step, n, order, skip_at_most)
-        return None if chosen is None else self._take(step, chosen, max_lag, returns)
+        offered_groups = self._offered(step, n, max_lag, returns)
+        if closing_ids := to_close(offered_groups, n, close_at_bound):
+            self._close_early(closing_ids)
+            offered_groups = self._offered(step, n, max_lag, returns)
+        chosen_groups = choose(offered_groups, step, n, order, skip_at_most)
+        return None if chosen_groups is None else self._take(step, chosen_groups, max_lag, returns)
 
     def _offered(self, step: int, n: int, max_lag: int, returns: Returns) -> Offered:
         """The members that `step` may take. Changes nothing."""
         with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
             check_lead(self._db)  # one that was followed would wait for groups that the other takes
-            offer = self._offer(step, max_lag, returns)
+            step_offer = self._offer(step, max_lag, returns)
             return Offered(
-                ready=offer.ready,
-                silent=offer.silent,
+                ready=step_offer.ready,
+                silent=step_offer.silent,
                 under_way=self._under_way() if n else [],
                 at_bound=self._at_bound(step, max_lag) if n else {},
                 skipped=self._skips(step),
-                stale=bool(offer.stale),
-                late=any(late_member.trains for late_member in offer.late),
+                stale=bool(step_offer.stale),
+                late=any(late_member.trains for late_member in step_offer.late),
             )
 
     def _close_early(self, group_ids: Collection[int]) -> None:
         """Close those of these groups that still run, with the members that have ended."""
         with self._db.write():
             check_lead(self._db)
-            running = self._db.rows("SELECT id FROM groups WHERE state = 'running'")
-            close(self._db, [id for (id,) in sorted(running) if id in group_ids], self._db.clock())
+            running_rows = self._db.rows("SELECT id FROM groups WHERE state = 'running'")
+            close(
+                self._db, [group_id for (group_id,) in sorted(running_rows) if group_id in group_ids], self._db.clock()
+            )
 
     @retried
     def at_bound(self, step: int, *, max_lag: int, quorum: int | None) -> AtBound:
@@ -192,54 +194,58 @@ class GroupBuffer(StorePart):
         their environment or a reward source has yet to answer, and whose newest token is as old. A learner that waits
         for them before the step loses none. `closable`: how many groups `take` closes with `close_at_bound` =
         `quorum`."""
-        edge = staleness.edge(step, max_lag)
-        if edge < 0:
+        edge_step = staleness.edge(step, max_lag)
+        if edge_step < 0:
             return AtBound(0, 0)
         with self._db.read():
-            waited = self._db.row(_WAITED_FOR, (edge, sys.maxsize if quorum is None else quorum))
-            closable = sum(quorum is not None and n >= quorum for n in self._at_bound(step, max_lag).values())
-            return AtBound(0 if waited is None else waited[0], closable)
+            waited_row = self._db.row(_WAITED_FOR, (edge_step, sys.maxsize if quorum is None else quorum))
+            closable_count = sum(
+                quorum is not None and scored_count >= quorum for scored_count in self._at_bound(step, max_lag).values()
+            )
+            return AtBound(0 if waited_row is None else waited_row[0], closable_count)
 
     def _take(self, step: int, chosen: Chosen, max_lag: int, returns: Returns) -> list[Group] | None:
         """Take the groups that were `chosen` of those offered; None if there were too few."""
-        now = self._db.clock()
+        taken_s = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
             check_lead(self._db)
             # What ended since the choice comes along if it is a late member; a group that closed since waits for the
             # next step. To choose again here would need the order inside the transaction.
-            offer = self._offer(step, max_lag, returns)
-            silent = [group_id for group_id in offer.silent if group_id in chosen.skips]
-            self._expire(offer.stale, STALE, now)
-            self._expire(silent, NO_SIGNAL, now)
+            step_offer = self._offer(step, max_lag, returns)
+            silent_ids = [group_id for group_id in step_offer.silent if group_id in chosen.skips]
+            self._expire(step_offer.stale, STALE, taken_s)
+            self._expire(silent_ids, NO_SIGNAL, taken_s)
             self._db.execute_many(
-                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in silent]
+                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in silent_ids]
             )
             if chosen.picks is None:
                 return None
-            taken = {pick.group_id: offer.groups[pick.group_id] for pick in chosen.picks}
-            members = [member for group in taken.values() for member in group] + offer.late
-            self._leave(members, step, max_lag, now)
+            taken_groups = {pick.group_id: step_offer.groups[pick.group_id] for pick in chosen.picks}
+            taken_members = [member for members in taken_groups.values() for member in members] + step_offer.late
+            self._leave(taken_members, step, max_lag, taken_s)
             self._db.execute_many(
                 "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
-                [(step, group_id) for group_id in taken],
+                [(step, group_id) for group_id in taken_groups],
             )
         # Read in a transaction of its own: to unpack a step's tokens takes far longer than to mark its rows, and every
         # journal would wait. A crash in between loses nothing, the rows say what was taken, and the restart rolls back.
-        return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in chosen.picks], offer.late)
+        return self._of_step(
+            step, [(taken_groups[pick.group_id], pick.weight) for pick in chosen.picks], step_offer.late
+        )
 
     @retried
     def _of_step(
         self, step: int, taken: Sequence[tuple[Sequence[_Ended], float]], late_members: Sequence[_Ended]
     ) -> list[Group]:
         """The groups of a step: those `taken` with their weights, those of late members, those that were skipped."""
-        late: defaultdict[int, list[_Ended]] = defaultdict(list)
-        for member in late_members:
-            late[member.group_id].append(member)
+        late_by_group: defaultdict[int, list[_Ended]] = defaultdict(list)
+        for late_member in late_members:
+            late_by_group[late_member.group_id].append(late_member)
         with self._db.read():
-            groups = [replace(self._taken(members), weight=weight) for members, weight in taken]
-            groups += [self._taken(members) for members in late.values()]
-            groups += skipped_for(self._db, step)
-        return [group for group in groups if group.trajectories or group.left_out]
+            step_groups = [replace(self._taken(group_members), weight=weight) for group_members, weight in taken]
+            step_groups += [self._taken(group_members) for group_members in late_by_group.values()]
+            step_groups += skipped_for(self._db, step)
+        return [step_group for step_group in step_groups if step_group.trajectories or step_group.left_out]
 
     @retried
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
@@ -256,42 +262,44 @@ class GroupBuffer(StorePart):
             if not any(self._due(now, group_deadline_s, close_policy)):
                 return Expired()
         with self._db.write():
-            due = self._due(now, group_deadline_s, close_policy)
-            close(self._db, due.closed, now)
-            self._expire(due.groups, DEADLINE, now)
-            for episode_id in due.members:
+            overdue = self._due(now, group_deadline_s, close_policy)
+            close(self._db, overdue.closed, now)
+            self._expire(overdue.groups, DEADLINE, now)
+            for episode_id in overdue.members:
                 end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
                 self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
-        return due
+        return overdue
 
     @retried
     def end_late(self) -> int:
         """The last step is over: late members that no step took leave untrained, as "run_over"; those that still run
         expire. Returns how many there were."""
-        now = self._db.clock()
+        ended_s = self._db.clock()
         with self._db.write():
-            late = self._db.rows(f"SELECT id, stop_reason FROM episodes WHERE {LATE}")
-            for episode_id, stop_reason in late:
+            late_members = self._db.rows(f"SELECT id, stop_reason FROM episodes WHERE {LATE}")
+            for episode_id, stop_reason in late_members:
                 if stop_reason is None:
-                    end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
-            self._db.execute_many("UPDATE episodes SET dropped = ? WHERE id = ?", [(RUN_OVER, id) for id, _ in late])
-        return len(late)
+                    end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, ended_s)
+            self._db.execute_many(
+                "UPDATE episodes SET dropped = ? WHERE id = ?", [(RUN_OVER, late_id) for late_id, _ in late_members]
+            )
+        return len(late_members)
 
     def _offer(self, step: int, max_lag: int, returns: Returns) -> _Offer:
         # Staleness is judged by `newest_step`, the youngest token of a member, and only to see whether anything of it
         # can be trained. Which of its tokens are too old is for the learner to say, token by token: an episode that
         # went on over three versions keeps its young turns (`agentrl.learner.data.lag_bound`).
-        columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
+        member_columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
         # Three queries sent together: of a server they cost one answer to wait for, at every look of a waiting learner.
-        ((later,),), buffered, late = self._db.all_rows(
+        ((later_step,),), buffered_rows, late_rows = self._db.all_rows(
             ("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,)),
             (
-                f"SELECT {columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
+                f"SELECT {member_columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
                 " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
                 (TRAIN,),
             ),
             (
-                f"SELECT {columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
+                f"SELECT {member_columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
                 " CROSS JOIN groups g ON g.id = e.group_id"
                 " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id",
                 (),
@@ -299,35 +307,37 @@ class GroupBuffer(StorePart):
         )
         # A learner that forgot to roll back after a crash would train a step that has been trained already. It is
         # refused here and not in the caller, so that a loop of a user's own cannot get it wrong (law 2).
-        if later is not None:
-            raise StoreError(f"step {step}: members were taken for step {later} already: roll back first")
+        if later_step is not None:
+            raise StoreError(f"step {step}: members were taken for step {later_step} already: roll back first")
 
         def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
-            behind = staleness.lag_in_step(step, newest)
-            return _Ended(id, group_id, scored(stop_reason, outcome), behind, staleness.trains(behind, max_lag))
+            member_lag = staleness.lag_in_step(step, newest)
+            return _Ended(id, group_id, scored(stop_reason, outcome), member_lag, staleness.trains(member_lag, max_lag))
 
-        members: defaultdict[int, list[_Ended]] = defaultdict(list)
-        closed_s: dict[int, float] = {}
-        for *row, closed_at_s in buffered:
-            members[row[1]].append(ended(*row))
-            closed_s[row[1]] = closed_at_s
-        groups = {
-            id: group_members for id, group_members in members.items() if any(member.trains for member in group_members)
+        members_by_group: defaultdict[int, list[_Ended]] = defaultdict(list)
+        closing_times_s: dict[int, float] = {}
+        for *member_row, closed_at_s in buffered_rows:
+            members_by_group[member_row[1]].append(ended(*member_row))
+            closing_times_s[member_row[1]] = closed_at_s
+        trainable_groups = {
+            candidate_id: group_members
+            for candidate_id, group_members in members_by_group.items()
+            if any(member.trains for member in group_members)
         }
-        self._weigh(groups, returns)
+        self._weigh(trainable_groups, returns)
         return _Offer(
-            groups=groups,
-            stale=[id for id in members if id not in groups],
-            late=[ended(*row) for row in late],
-            silent=[id for id in groups if self._strengths[id, returns][1]],
+            groups=trainable_groups,
+            stale=[candidate_id for candidate_id in members_by_group if candidate_id not in trainable_groups],
+            late=[ended(*member_row) for member_row in late_rows],
+            silent=[candidate_id for candidate_id in trainable_groups if self._strengths[candidate_id, returns][1]],
             ready=[
                 Ready(
-                    group_id=id,
-                    closed_s=closed_s[id],
+                    group_id=candidate_id,
+                    closed_s=closing_times_s[candidate_id],
                     lag=min(member.lag for member in group_members if member.trains),
-                    strength=self._strengths[id, returns][0],
+                    strength=self._strengths[candidate_id, returns][0],
                 )
-                for id, group_members in groups.items()
+                for candidate_id, group_members in trainable_groups.items()
             ],
         )
 
@@ -335,36 +345,44 @@ class GroupBuffer(StorePart):
         """Keep the strengths of these groups, and whether they have no signal: of those that are new, from their
         records."""
         # Replaced as a whole, so that groups which were taken leave the cache by themselves.
-        previous = self._strengths
-        self._strengths = {(id, returns): previous.get((id, returns), (1.0, False)) for id in groups}
-        new = [id for id in groups if (id, returns) not in previous]
-        rows = self._db.all_rows(*(("SELECT record, task FROM groups WHERE id = ?", (id,)) for id in new))
-        for id, ((record, task),) in zip(new, rows, strict=True):
-            env_returns = returns.for_env(unpack_task(task).env)
-            mean = strength(unpack_record(record), env_returns)
-            self._strengths[id, returns] = mean, env_returns.skips and not mean
+        previous_strengths = self._strengths
+        self._strengths = {
+            (group_id, returns): previous_strengths.get((group_id, returns), (1.0, False)) for group_id in groups
+        }
+        new_ids = [group_id for group_id in groups if (group_id, returns) not in previous_strengths]
+        group_rows = self._db.all_rows(
+            *(("SELECT record, task FROM groups WHERE id = ?", (group_id,)) for group_id in new_ids)
+        )
+        for group_id, ((packed_record, packed_task),) in zip(new_ids, group_rows, strict=True):
+            env_returns = returns.for_env(unpack_task(packed_task).env)
+            group_strength = strength(unpack_record(packed_record), env_returns)
+            self._strengths[group_id, returns] = group_strength, env_returns.skips and not group_strength
 
     def _skips(self, step: int) -> int:
-        row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
-        return 0 if row is None else row[0]
+        count_row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
+        return 0 if count_row is None else count_row[0]
 
     def _at_bound(self, step: int, max_lag: int) -> dict[int, int]:
         """Return the running groups at the lag bound, by id with their number of scored members. Their first tokens may
         be so old that no step after `step` can train them. A group with too few scored members to be judged is left
         out."""
-        rows = self._db.rows(
+        group_rows = self._db.rows(
             "SELECT id, size, n_scored FROM groups INDEXED BY groups_running"
             " WHERE state = 'running' AND purpose = 'train' AND started_step <= ? ORDER BY id",
             (staleness.edge(step, max_lag),),
         )
-        return {id: n_scored for id, size, n_scored in rows if n_scored >= enough(size)}
+        return {
+            group_id: scored_count
+            for group_id, group_size, scored_count in group_rows
+            if scored_count >= enough(group_size)
+        }
 
     def _under_way(self) -> list[int]:
         """Ids of the training groups that have not closed, in the order of admission."""
-        rows = self._db.rows(
+        group_rows = self._db.rows(
             "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running') ORDER BY id", (TRAIN,)
         )
-        return [id for (id,) in rows]
+        return [group_id for (group_id,) in group_rows]
 
     def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
         """Move members out with `step`: into its lineage, or as stale. A late one that is not scored is dropped."""
@@ -379,9 +397,9 @@ class GroupBuffer(StorePart):
                     (member.id, step, max_lag, now),
                 )
             if member.scored:
-                dropped = None if member.fresh else STALE
+                drop_reason = None if member.fresh else STALE
                 self._db.execute(
-                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, member.id)
+                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, drop_reason, member.id)
                 )
             else:
                 self._db.execute(
@@ -390,39 +408,50 @@ class GroupBuffer(StorePart):
                 )
 
     def _taken(self, members: Sequence[_Ended]) -> Group:
-        trains = {member.id for member in members if member.trains}
-        return taken_for(self._db, members[0].group_id, [member.id for member in members], trains)
+        trained_ids = {member.id for member in members if member.trains}
+        return taken_for(self._db, members[0].group_id, [member.id for member in members], trained_ids)
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
         # A deadline counts from the first claim of a group, not from its admission: what waits for a worker has not
         # begun to be late. One deadline closes a group that can be judged, and its open members get a second one as
         # late members; a group that cannot be judged yet gets both as one. An evaluation gets one: it reports what it
         # has, and nobody trains its stragglers.
-        running = self._db.rows(
+        running_groups = self._db.rows(
             "SELECT id, purpose, size, n_scored, started_s FROM groups INDEXED BY groups_running"
             " WHERE state = 'running' AND started_s < ? ORDER BY id",
             (now - deadline_s,),
         )
-        closed = {id for id, purpose, size, n, _ in running if purpose == TRAIN and n >= enough(size)}
-        over = [
-            id
-            for id, purpose, _, _, started_s in running
-            if id not in closed and (purpose != TRAIN or started_s < now - 2 * deadline_s)
+        closed_groups = {
+            overdue_id
+            for overdue_id, purpose, group_size, scored_count, _ in running_groups
+            if purpose == TRAIN and scored_count >= enough(group_size)
+        }
+        overdue_groups = [
+            overdue_id
+            for overdue_id, purpose, _, _, started_s in running_groups
+            if overdue_id not in closed_groups and (purpose != TRAIN or started_s < now - 2 * deadline_s)
         ]
-        closable = self._db.rows(
+        closable_groups = self._db.rows(
             "SELECT id, n_scored FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
             (policy.at_least,),
         )
         # Keyed by the number of scored members: the times of a group are read again only after another end. A group
         # that waits out `quorum_after_s` would otherwise be read at every tick.
-        self._scored_s = {(id, n): self._scored_s.get((id, n)) or _ends(self._db, id) for id, n in closable}
-        closed |= {id for (id, _), ended in self._scored_s.items() if policy.closes(ended, now)}
-        late = self._db.rows(
+        self._scored_s = {
+            (overdue_id, scored_count): self._scored_s.get((overdue_id, scored_count)) or _ends(self._db, overdue_id)
+            for overdue_id, scored_count in closable_groups
+        }
+        closed_groups |= {
+            overdue_id for (overdue_id, _), ended_times_s in self._scored_s.items() if policy.closes(ended_times_s, now)
+        }
+        late_rows = self._db.rows(
             f"SELECT e.id FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
             " WHERE e.state IN ('waiting', 'running') AND g.started_s < ?",
             (now - 2 * deadline_s,),
         )
-        return Expired(tuple(sorted(closed)), tuple(over), tuple(id for (id,) in late))
+        return Expired(
+            tuple(sorted(closed_groups)), tuple(overdue_groups), tuple(overdue_id for (overdue_id,) in late_rows)
+        )
 
     def _expire(self, group_ids: Sequence[int], reason: str, now: float) -> None:
         for group_id in group_ids:
@@ -432,13 +461,13 @@ class GroupBuffer(StorePart):
             )
             for (episode_id,) in open_members:
                 end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
-            expired = self._db.execute(
+            group_update = self._db.execute(
                 "UPDATE groups SET state = ?, reason = ?, closed_s = ? WHERE id = ? AND purpose = ?",
                 (GroupState.EXPIRED, reason, now, group_id, TRAIN),
             )
             # The update matches training groups only. An evaluation never expires: it reports the members that ended,
             # since a measurement with a hole is worth more than none.
-            if expired.rowcount == 0:
+            if group_update.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
 
     @retried
@@ -451,33 +480,35 @@ class GroupBuffer(StorePart):
     def late_open(self) -> int:
         """How many late members have not ended: their groups closed without them."""
         with self._db.read():
-            row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
-        return 0 if row is None else row[0]
+            count_row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
+        return 0 if count_row is None else count_row[0]
 
 
 def _ends(db: Database, group_id: int) -> list[float]:
     """When the scored members of a group ended, earliest first."""
-    ends = db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
-    return sorted(ended_s for ended_s, stop, outcome in ends if ended_s is not None and scored(stop, outcome))
+    end_rows = db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
+    return sorted(
+        ended_s for ended_s, stop_reason, outcome in end_rows if ended_s is not None and scored(stop_reason, outcome)
+    )
 
 
 def taken_for(db: Database, group_id: int, members: Collection[int], trains: Collection[int]) -> Group:
     """A group as a step takes it: these members, of which it `trains` some. Inside a transaction."""
-    group = load_group(db, group_id, members)
+    loaded_group = load_group(db, group_id, members)
     return replace(
-        group,
-        trajectories=tuple(trajectory for trajectory in group.trajectories if trajectory.episode_id in trains),
-        left_out=tuple(trajectory for trajectory in group.trajectories if trajectory.episode_id not in trains),
+        loaded_group,
+        trajectories=tuple(trajectory for trajectory in loaded_group.trajectories if trajectory.episode_id in trains),
+        left_out=tuple(trajectory for trajectory in loaded_group.trajectories if trajectory.episode_id not in trains),
     )
 
 
 def skipped_for(db: Database, step: int) -> list[Group]:
     """The groups that left for a step without signal. Inside a transaction."""
-    groups: list[Group] = []
+    skipped_groups: list[Group] = []
     for (group_id,) in db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,)):
-        rows = db.rows(
+        member_rows = db.rows(
             "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
         )
-        group = load_group(db, group_id, [id for (id,) in rows])
-        groups.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
-    return groups
+        loaded_group = load_group(db, group_id, [episode_id for (episode_id,) in member_rows])
+        skipped_groups.append(replace(loaded_group, trajectories=(), left_out=loaded_group.trajectories, skipped=True))
+    return skipped_groups

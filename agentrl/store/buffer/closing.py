@@ -100,8 +100,8 @@ class Patience:
         # The budget is paid when a wait ends, and at most what was left of it: a clock that was looked at late must not
         # leave a debt that forbids the next wait.
         if self._since_s is not None:
-            held_s = min(now - self._since_s, self.left_s)
-            self.left_s, self.held_s, self._since_s = self.left_s - held_s, self.held_s + held_s, None
+            waited_s = min(now - self._since_s, self.left_s)
+            self.left_s, self.held_s, self._since_s = self.left_s - waited_s, self.held_s + waited_s, None
         return False
 
     @property

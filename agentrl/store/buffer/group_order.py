@@ -50,7 +50,7 @@ class Oldest:
     ones are favoured: of what has closed they are the oldest."""
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        return [Pick(group.group_id) for group in ready[:n]]
+        return [Pick(ready_group.group_id) for ready_group in ready[:n]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Windowed:
     fraction: float = 0.3
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        waiting = sorted([*(group.group_id for group in ready), *under_way])
-        window = set(waiting[: max(n, math.ceil(self.fraction * len(waiting)))])
-        inside = [Pick(group.group_id) for group in ready if group.group_id in window]
-        return inside[:n]
+        waiting_ids = sorted([*(ready_group.group_id for ready_group in ready), *under_way])
+        window_ids = set(waiting_ids[: max(n, math.ceil(self.fraction * len(waiting_ids)))])
+        window_picks = [Pick(ready_group.group_id) for ready_group in ready if ready_group.group_id in window_ids]
+        return window_picks[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Freshest:
     and slow groups are among them more often than fast ones: short episodes win. It has the smallest lag of all."""
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        newest = sorted(ready, key=lambda group: (group.lag, -group.closed_s, -group.group_id))
-        return [Pick(group.group_id) for group in newest[:n]]
+        newest_first = sorted(ready, key=lambda group: (group.lag, -group.closed_s, -group.group_id))
+        return [Pick(ready_group.group_id) for ready_group in newest_first[:n]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +110,27 @@ class Prioritised:
         # without a closed form, so the weights below could not be exact. Here marks lie at distance 1 on a line on
         # which each group covers a stretch of its probability: exactly n marks, and each group is hit with exactly its
         # probability.
-        chance = inclusion(self._sizes(ready), n)
+        chances = inclusion(self._sizes(ready), n)
         # Seeded by the step: a learner that crashed after its choice and chooses again takes the same groups, and
         # `agentrl retrain` repeats the step. A generator that lives across steps would have to be a part of every
         # checkpoint.
-        draw = random.Random(f"{self.seed}/{step}")
+        generator = random.Random(f"{self.seed}/{step}")
         # In a random order, or neighbours in the order of admission could hardly ever be taken together: their
         # stretches lie side by side, and the marks are a whole unit apart.
-        mixed = draw.sample(range(len(ready)), len(ready))
-        picks: list[Pick] = []
-        distance, mark = (
-            0.0,
-            draw.random(),
-        )  # marks at distance 1: each group covers a stretch as long as its probability
-        for place in mixed:
-            distance += chance[place]
-            if distance > mark or (
-                place == mixed[-1] and len(picks) < n
-            ):  # the last one: sums may be short by rounding
-                picks.append(Pick(ready[place].group_id, n / (len(ready) * chance[place])))
-                mark += 1.0
-        return sorted(picks[:n])
+        random_order = generator.sample(range(len(ready)), len(ready))
+        group_picks: list[Pick] = []
+        covered_distance, next_mark = 0.0, generator.random()
+        for position in random_order:
+            covered_distance += chances[position]
+            # The last group also covers a mark that the sum misses by rounding.
+            if covered_distance > next_mark or (position == random_order[-1] and len(group_picks) < n):
+                group_picks.append(Pick(ready[position].group_id, n / (len(ready) * chances[position])))
+                next_mark += 1.0
+        return sorted(group_picks[:n])
 
     def _sizes(self, ready: Sequence[Ready]) -> list[float]:
-        mean = sum(group.strength for group in ready) / len(ready)
-        return [group.strength + self.floor * mean if mean else 1.0 for group in ready]
+        mean_strength = sum(ready_group.strength for ready_group in ready) / len(ready)
+        return [ready_group.strength + self.floor * mean_strength if mean_strength else 1.0 for ready_group in ready]
 
 
 def inclusion(sizes: Sequence[float], n: int) -> list[float]:
@@ -142,14 +138,23 @@ def inclusion(sizes: Sequence[float], n: int) -> list[float]:
     # A group may be so strong that its share of n exceeds 1. It is taken for certain, and the rest is divided anew
     # among the others; that may lift another one over 1, hence the loop. To cut at 1 without dividing anew would make
     # the probabilities sum to less than n, and the correction biased.
-    certain: set[int] = set()
+    certain_positions: set[int] = set()
     while True:
-        rest = sum(size for place, size in enumerate(sizes) if place not in certain)
-        scale = (n - len(certain)) / rest if rest else 0.0
-        new = {place for place, size in enumerate(sizes) if place not in certain and scale * size >= 1.0}
-        if not new:
-            return [1.0 if place in certain else scale * size for place, size in enumerate(sizes)]
-        certain |= new
+        remaining_size = sum(
+            size_measure for position, size_measure in enumerate(sizes) if position not in certain_positions
+        )
+        chance_per_size = (n - len(certain_positions)) / remaining_size if remaining_size else 0.0
+        newly_certain = {
+            position
+            for position, size_measure in enumerate(sizes)
+            if position not in certain_positions and chance_per_size * size_measure >= 1.0
+        }
+        if not newly_certain:
+            return [
+                1.0 if position in certain_positions else chance_per_size * size_measure
+                for position, size_measure in enumerate(sizes)
+            ]
+        certain_positions |= newly_certain
 
 
 OLDEST = Oldest()
@@ -182,8 +187,10 @@ class Chosen:
 def to_close(offer: Offered, n: int, least: int | None) -> frozenset[int]:
     """The groups at the lag bound that close for a step: those with `least` scored members (None: none), if the step
     then has its `n` groups. If it has not, the learner waits anyway, and they may still get more."""
-    closes = frozenset(id for id, scored in offer.at_bound.items() if least is not None and scored >= least)
-    return closes if n and len(closes) + len(offer.ready) >= n else frozenset()
+    closing_ids = frozenset(
+        group_id for group_id, scored_count in offer.at_bound.items() if least is not None and scored_count >= least
+    )
+    return closing_ids if n and len(closing_ids) + len(offer.ready) >= n else frozenset()
 
 
 def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:
@@ -192,12 +199,12 @@ def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: in
     # What was skipped before counts, as the store has it: a learner that waits asks many times for one step, and may
     # crash in between. Without the count a run whose rewards have all become equal would skip for ever and never end.
     allowed_skips = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
-    skips = frozenset(sorted(offer.silent)[:allowed_skips])
-    ready = [group for group in offer.ready if group.group_id not in skips]
-    picks: Sequence[Pick] = []
-    if len(ready) >= n > 0:
-        picks = order.choose(ready, n, under_way=offer.under_way, step=step)
-    enough = len(picks) >= n and (n > 0 or offer.late)
-    if not enough and not skips and not offer.stale:
+    skipped_ids = frozenset(sorted(offer.silent)[:allowed_skips])
+    ready_groups = [ready_group for ready_group in offer.ready if ready_group.group_id not in skipped_ids]
+    group_picks: Sequence[Pick] = []
+    if len(ready_groups) >= n > 0:
+        group_picks = order.choose(ready_groups, n, under_way=offer.under_way, step=step)
+    is_enough = len(group_picks) >= n and (n > 0 or offer.late)
+    if not is_enough and not skipped_ids and not offer.stale:
         return None
-    return Chosen(picks if enough else None, skips)
+    return Chosen(group_picks if is_enough else None, skipped_ids)
