@@ -37,53 +37,60 @@ FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_
 def note_failure(db: Database, episode_id: int, cause: StopReason, detail: str, now: float) -> None:
     """Count an episode that failed by `cause`, with its `detail` in one line: in its outage, in a new one, by itself,
     or with the first plays of its task. Inside a transaction."""
-    attempt, well = ended_well(db)
-    raised = bool(split_place(detail)[1])
-    kind = RAISED if raised else cause
-    insert = "INSERT INTO outages (attempt, cause, began_s, episodes, well) VALUES (?, ?, ?, 1, ?)"
-    add = "UPDATE outages SET episodes = episodes + 1 WHERE id = ?"
-    latest = db.row(
-        "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, kind)
+    attempt, ended_count = ended_well(db)
+    has_raised = bool(split_place(detail)[1])
+    outage_cause = RAISED if has_raised else cause
+    insert_sql = "INSERT INTO outages (attempt, cause, began_s, episodes, well) VALUES (?, ?, ?, 1, ?)"
+    count_sql = "UPDATE outages SET episodes = episodes + 1 WHERE id = ?"
+    latest_outage = db.row(
+        "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1",
+        (attempt, outage_cause),
     )
-    if raised:
-        if latest is not None and _raised_before(db, episode_id):
-            db.execute(add, (latest[0],))
+    if has_raised:
+        if latest_outage is not None and _raised_before(db, episode_id):
+            db.execute(count_sql, (latest_outage[0],))
         else:
-            db.execute(insert, (attempt, RAISED, now, well))
+            db.execute(insert_sql, (attempt, RAISED, now, ended_count))
         return
-    alive = db.row(
+    life_row = db.row(
         "SELECT e.started_s, MAX(t.ended_s) FROM episodes e"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE e.id = ? GROUP BY e.id",
         (episode_id,),
     )
-    assert alive is not None
-    started_s, turned_s = alive
+    assert life_row is not None
+    started_s, last_turn_s = life_row
     # The last sign of life, not the time of the failure: a hundred requests to one engine that hangs time out over
     # minutes, each by its own deadline. All of them were last heard of before the outage began, and so belong to it.
-    alive_s = max(now if started_s is None else started_s, turned_s or 0.0)
-    if latest is not None and (alive_s < latest[1] or (well and now - latest[1] < OUTAGE_S)):
-        db.execute(add, (latest[0],))
+    last_sign_s = max(now if started_s is None else started_s, last_turn_s or 0.0)
+    if latest_outage is not None and (
+        last_sign_s < latest_outage[1] or (ended_count and now - latest_outage[1] < OUTAGE_S)
+    ):
+        db.execute(count_sql, (latest_outage[0],))
     else:
-        db.execute(insert, (attempt, cause, now, well))
+        db.execute(insert_sql, (attempt, cause, now, ended_count))
 
 
 def _raised_before(db: Database, episode_id: int) -> bool:
     """Whether the episode's group plays a task again whose last play raised an exception."""
-    rows = db.rows(
+    detail_rows = db.rows(
         "SELECT b.detail FROM episodes e JOIN groups g ON g.id = e.group_id"
         " JOIN episodes b ON b.group_id = g.replay_of WHERE e.id = ?",
         (episode_id,),
     )
-    return any(split_place(detail or "")[1] for (detail,) in rows)
+    return any(split_place(detail or "")[1] for (detail,) in detail_rows)
 
 
 def ended_well(db: Database) -> tuple[int, int]:
     """The current attempt, and how many of its episodes the policy or its environment ended."""
-    rows = db.rows(
+    count_rows = db.rows(
         "SELECT m.value, c.stop_reason, c.n FROM meta m LEFT JOIN ending_counts c ON c.attempt = CAST(m.value AS"
         " INTEGER) WHERE m.key = 'attempt'"
     )
-    return int(rows[0][0]), sum(n for _, reason, n in rows if reason is not None and StopReason(reason).by_policy)
+    return int(count_rows[0][0]), sum(
+        ended_count
+        for _, stop_reason, ended_count in count_rows
+        if stop_reason is not None and StopReason(stop_reason).by_policy
+    )
 
 
 _KEPT = ("unscored", "endings", "partials", "snapshots", "unsaved")
@@ -134,33 +141,33 @@ class EndEntry(BatchedCall):
     __slots__ = ("db", "ending", "episode_id", "fence")
 
     def __init__(self, db: Database, episode_id: int, fence: int, ending: Ending) -> None:
-        for value in (ending.outcome, *ending.outcomes.values()):
-            if value is not None and not math.isfinite(value):
-                raise StoreError(f"episode {episode_id}: outcome {value} is not finite")
+        for any_outcome in (ending.outcome, *ending.outcomes.values()):
+            if any_outcome is not None and not math.isfinite(any_outcome):
+                raise StoreError(f"episode {episode_id}: outcome {any_outcome} is not finite")
         self.db, self.episode_id, self.fence, self.ending = db, episode_id, fence, ending
 
     def __call__(self) -> None:
-        (result,) = self.all([self])
-        if result.error is not None:
-            raise result.error
+        (call_result,) = self.all([self])
+        if call_result.error is not None:
+            raise call_result.error
 
     @classmethod
     def all(cls, calls: Sequence[EndEntry]) -> list[Result]:
         """End episodes in their order. Raises StoreError if the database fails, and then all may be half written."""
-        db, results = calls[0].db, list[Result]()
-        now = db.clock()
-        with db.write():
-            ends = _Ends(db, [entry.episode_id for entry in calls], now)
-            for entry in calls:
+        database, entry_results = calls[0].db, list[Result]()
+        ended_s = database.clock()
+        with database.write():
+            episode_ends = _Ends(database, [end_entry.episode_id for end_entry in calls], ended_s)
+            for end_entry in calls:
                 try:
-                    ends.check(entry.episode_id, entry.fence)
+                    episode_ends.check(end_entry.episode_id, end_entry.fence)
                 except LeaseLost as error:
-                    results.append(Result(error=error))
+                    entry_results.append(Result(error=error))
                     continue
-                ends.conclude(entry.episode_id, entry.ending)
-                results.append(Result())
-            ends.close_groups()
-        return results
+                episode_ends.conclude(end_entry.episode_id, end_entry.ending)
+                entry_results.append(Result())
+            episode_ends.close_groups()
+        return entry_results
 
 
 @dataclass(slots=True)
@@ -181,18 +188,18 @@ class _Ends:
         self._stands = dict[int, _Standing]()
         self._left = dict[int, int]()  # open members of open groups
         self._scored = Counter[int]()  # by group
-        for id, state, fence, group_id, group_is_open, n, *has_rows in db.rows(
+        for episode_id, episode_state, fence, group_id, group_is_open, open_count, *has_rows in db.rows(
             _LOOK, (json.dumps(sorted(episode_ids)),)
         ):
-            tables = [table for table, has in zip(_KEPT, has_rows, strict=True) if has]
-            self._stands[id] = _Standing(state, fence, group_id, tables)
+            kept_tables = [table_name for table_name, is_kept in zip(_KEPT, has_rows, strict=True) if is_kept]
+            self._stands[episode_id] = _Standing(episode_state, fence, group_id, kept_tables)
             if group_is_open:
-                self._left[group_id] = n
+                self._left[group_id] = open_count
 
     def check(self, episode_id: int, fence: int) -> None:
         """Raise LeaseLost unless an episode is held under `fence`."""
-        stands = self._stands.get(episode_id)
-        check_held(self._db, episode_id, fence, None if stands is None else (stands.state, stands.fence))
+        standing = self._stands.get(episode_id)
+        check_held(self._db, episode_id, fence, None if standing is None else (standing.state, standing.fence))
 
     def conclude(self, episode_id: int, ending: Ending) -> None:
         """End an episode, or hold it until its sources have scored it."""
@@ -203,13 +210,13 @@ class _Ends:
 
     def end(self, episode_id: int, ending: Ending) -> None:
         """End an episode."""
-        stands = self._stands[episode_id]
-        _end(self._db, episode_id, "finished", ending, self._now, stands.kept)
+        standing = self._stands[episode_id]
+        _end(self._db, episode_id, "finished", ending, self._now, standing.kept)
         if ending.scored:
-            self._scored[stands.group_id] += 1
-        if stands.state in ("waiting", "running") and stands.group_id in self._left:
-            self._left[stands.group_id] -= 1
-        stands.state = "finished"
+            self._scored[standing.group_id] += 1
+        if standing.state in ("waiting", "running") and standing.group_id in self._left:
+            self._left[standing.group_id] -= 1
+        standing.state = "finished"
 
     def _hold(self, episode_id: int, ending: Ending) -> None:
         """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
@@ -223,39 +230,40 @@ class _Ends:
     def close_groups(self) -> None:
         """Count the scored members, and close the open groups that have no open member left."""
         self._db.execute_many(
-            "UPDATE groups SET n_scored = n_scored + ? WHERE id = ?", [(n, id) for id, n in self._scored.items()]
+            "UPDATE groups SET n_scored = n_scored + ? WHERE id = ?",
+            [(member_count, group_id) for group_id, member_count in self._scored.items()],
         )
-        if ended := sorted(id for id, n in self._left.items() if not n):
-            close(self._db, ended, self._now)
+        if ended_groups := sorted(group_id for group_id, member_count in self._left.items() if not member_count):
+            close(self._db, ended_groups, self._now)
 
 
 def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:
     """End an episode, or hold it until its sources have scored it. Inside a transaction."""
-    ends = _Ends(db, [episode_id], now)
-    ends.conclude(episode_id, ending)
-    ends.close_groups()
+    episode_ends = _Ends(db, [episode_id], now)
+    episode_ends.conclude(episode_id, ending)
+    episode_ends.close_groups()
 
 
 def end_as(db: Database, episode_id: int, ending: Ending, now: float) -> None:
     """End an episode; close its open group if it was the last open member. Inside a transaction."""
-    ends = _Ends(db, [episode_id], now)
-    ends.end(episode_id, ending)
-    ends.close_groups()
+    episode_ends = _Ends(db, [episode_id], now)
+    episode_ends.end(episode_id, ending)
+    episode_ends.close_groups()
 
 
 def held_ending(db: Database, episode_id: int) -> Ending | None:
     """The ending of an episode that waits for its sources; None if it does not wait."""
-    row = db.row(
+    ending_row = db.row(
         "SELECT stop_reason, outcome, success, outcomes, detail FROM endings WHERE episode_id = ?", (episode_id,)
     )
-    if row is None:
+    if ending_row is None:
         return None
-    stop_reason, outcome, success, outcomes, detail = row
+    stop_reason, outcome, success, packed_outcomes, detail = ending_row
     return Ending(
         stop_reason=StopReason(stop_reason),
         outcome=outcome,
         success=None if success is None else bool(success),
-        outcomes=json.loads(outcomes),
+        outcomes=json.loads(packed_outcomes),
         detail=detail,
     )
 
@@ -270,8 +278,8 @@ def _end(db: Database, episode_id: int, state: str, ending: Ending, now: float, 
     db.execute(_END, (state, ending.stop_reason, now, *ending.columns, episode_id))
     # Only tables that hold a row of the episode, which the look before knows. Five deletes for each ending would mostly
     # delete nothing, and on a server each is a statement.
-    for table in kept:
-        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+    for table_name in kept:
+        db.execute(f"DELETE FROM {table_name} WHERE episode_id = ?", (episode_id,))
     # In the transaction of the ending: counted before, a crash in between counts a failure that did not happen; counted
     # after, one that is never counted keeps a broken run alive.
     if ending.stop_reason in FAILURES:

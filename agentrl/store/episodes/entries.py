@@ -84,28 +84,28 @@ class TurnRows:
     ) -> None:
         """Add a turn whose place was checked; `text` is what its column takes. The last argument says whether reward
         sources may score it."""
-        sampled = turn.turn
-        where = (
+        sampled_turn = turn.turn
+        leading_columns = (
             id,
             episode_id,
             trial,
-            sampled.index,
-            sampled.parent,
-            sampled.role,
-            sampled.learns,
-            sampled.finish,
+            sampled_turn.index,
+            sampled_turn.parent,
+            sampled_turn.role,
+            sampled_turn.learns,
+            sampled_turn.finish,
             text,
             turn.spans,
         )
-        size = (
-            len(sampled.prompt_ids),
-            len(sampled.token_ids),
+        trailing_columns = (
+            len(sampled_turn.prompt_ids),
+            len(sampled_turn.token_ids),
             turn.oldest,
-            sampled.state,
-            sampled.started_s,
-            sampled.ended_s,
+            sampled_turn.state,
+            sampled_turn.started_s,
+            sampled_turn.ended_s,
         )
-        self.turns.append((*where, *size))
+        self.turns.append((*leading_columns, *trailing_columns))
         self.tokens.append((id, turn.tokens))
         if turn.experts is not None:
             self.experts.append((id, turn.experts))
@@ -122,7 +122,7 @@ class TurnRows:
     def write(self, db: Database) -> None:
         """Write them, inside a transaction."""
         write_images(db, self.images)
-        for statement, rows in (
+        for statement, statement_rows in (
             (_TURNS, self.turns),
             ("INSERT INTO tokens VALUES (?, ?)", self.tokens),
             ("INSERT INTO experts VALUES (?, ?)", self.experts),
@@ -131,26 +131,27 @@ class TurnRows:
             (_DROP, self.over),
             (
                 "INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [part for parts in self.parts.values() for part in parts],
+                [part_row for episode_parts in self.parts.values() for part_row in episode_parts],
             ),
         ):
-            if rows:
-                db.execute_many(statement, rows)
+            if statement_rows:
+                db.execute_many(statement, statement_rows)
 
 
 def write_images(db: Database, images: Mapping[str, bytes]) -> None:
     """Write the data of images that the store does not have yet, inside a transaction."""
-    for digest, data in sorted(images.items()):  # in one order, so that two processes cannot wait for each other
-        db.execute("INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, data))
+    # In one order, so that two processes cannot wait for each other.
+    for image_digest, image_data in sorted(images.items()):
+        db.execute("INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING", (image_digest, image_data))
 
 
 def write_tools(db: Database, episode_id: int, tools: ShownTools) -> None:
     """Note which tools an episode was shown, inside a transaction. Most episodes of a run share one set: its schemas
     stand in the store once."""
-    digest, text = pack_tools(tools)
-    if digest:
-        db.execute("INSERT INTO tool_sets VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, text))
-        db.execute("UPDATE episodes SET tools = ? WHERE id = ?", (digest, episode_id))
+    tools_digest, packed_tools = pack_tools(tools)
+    if tools_digest:
+        db.execute("INSERT INTO tool_sets VALUES (?, ?) ON CONFLICT DO NOTHING", (tools_digest, packed_tools))
+        db.execute("UPDATE episodes SET tools = ? WHERE id = ?", (tools_digest, episode_id))
 
 
 class PackedAnswer(NamedTuple):
@@ -213,15 +214,15 @@ class EpisodeWrite(BatchedCall):
 
     def __call__(self) -> None:
         self.pack()
-        (result,) = self.all([self])
-        if result.error is not None:
-            raise result.error
+        (call_result,) = self.all([self])
+        if call_result.error is not None:
+            raise call_result.error
 
     @classmethod
     def all(cls, calls: Sequence[EpisodeWrite]) -> list[Result]:
         """Write entries in their order. Raises StoreError if the database fails, and then all may be half written."""
-        refused = dict[int, Exception]()
-        for place, entry in enumerate(calls):
+        refusals = dict[int, Exception]()
+        for position, entry in enumerate(calls):
             try:
                 entry.pack()
             # StoreAway is a StoreError too, and means the opposite: not that this entry is wrong, but that nothing can
@@ -229,27 +230,29 @@ class EpisodeWrite(BatchedCall):
             except StoreAway:
                 raise
             except StoreError as error:
-                refused[place] = error
-        packed = [(place, entry) for place, entry in enumerate(calls) if place not in refused]
-        if not packed:
-            return [Result(error=refused[place]) for place in range(len(calls))]
-        db = packed[0][1].db
-        with db.write(shared=True):
-            looked = db.execute(_LOOK, (json.dumps(sorted({entry.episode_id for _, entry in packed})),))
-            turns = sum(entry.numbers for _, entry in packed)
+                refusals[position] = error
+        packed_entries = [(position, entry) for position, entry in enumerate(calls) if position not in refusals]
+        if not packed_entries:
+            return [Result(error=refusals[position]) for position in range(len(calls))]
+        database = packed_entries[0][1].db
+        with database.write(shared=True):
+            episode_rows = database.execute(
+                _LOOK, (json.dumps(sorted({entry.episode_id for _, entry in packed_entries})),)
+            )
+            turn_count = sum(entry.numbers for _, entry in packed_entries)
             # Numbers for all turns at once, also for entries that will be refused: the numbers have gaps then, which
             # nobody minds, and a server is asked once.
-            numbers = iter(db.numbers("turns", turns) if turns else ())
-            rows_by_episode = {id: row for id, *row in looked}
-            standings, rows = dict[int, Standing](), TurnRows()
-            for place, entry in packed:
+            turn_numbers = iter(database.numbers("turns", turn_count) if turn_count else ())
+            rows_by_episode = {episode_id: episode_row for episode_id, *episode_row in episode_rows}
+            standings, turn_rows = dict[int, Standing](), TurnRows()
+            for position, entry in packed_entries:
                 try:
-                    stands = _held(entry, rows_by_episode.get(entry.episode_id), standings)
-                    entry.add(stands, numbers, rows)
+                    standing = _held(entry, rows_by_episode.get(entry.episode_id), standings)
+                    entry.add(standing, turn_numbers, turn_rows)
                 except StoreError as error:
-                    refused[place] = error
-            rows.write(db)
-        return [Result(error=refused.get(place)) for place in range(len(calls))]
+                    refusals[position] = error
+            turn_rows.write(database)
+        return [Result(error=refusals.get(position)) for position in range(len(calls))]
 
 
 def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]) -> Standing:
@@ -257,13 +260,13 @@ def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]
     check_held(entry.db, entry.episode_id, entry.fence, row)
     assert row is not None
     if entry.episode_id not in known:
-        _, _, trial, is_scored, last, last_id, answered, under_way = row
+        _, _, trial, is_scored, last_index, last_turn_id, answered_turn_id, under_way = row
         known[entry.episode_id] = Standing(
             trial=trial,
             is_scored=bool(is_scored),
-            last=-1 if last is None else last,
-            last_id=last_id,
-            answered=answered is not None,
+            last=-1 if last_index is None else last_index,
+            last_id=last_turn_id,
+            answered=answered_turn_id is not None,
             under_way=under_way or 0,
             kept=under_way is not None,
         )
@@ -285,8 +288,8 @@ class TurnEntry(EpisodeWrite):
         return 1
 
     def pack(self) -> None:
-        where = f"episode {self.episode_id}, turn {self._turn.index}"
-        self._packed = self._packed or PackedTurn.of(self._turn, where, self._step_of)
+        turn_label = f"episode {self.episode_id}, turn {self._turn.index}"
+        self._packed = self._packed or PackedTurn.of(self._turn, turn_label, self._step_of)
 
     def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         turn, episode_id = self._turn, self.episode_id
@@ -299,14 +302,14 @@ class TurnEntry(EpisodeWrite):
         if turn.parent is not None and not 0 <= turn.parent < turn.index:
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
         assert self._packed is not None
-        id = next(numbers)
-        text, is_scored = self.db.any_text(self._packed.text), stands.is_scored and turn.learns
-        rows.turn(id, episode_id, stands.trial, self._packed, text, is_scored=is_scored)
+        turn_row_id = next(numbers)
+        stored_text, is_scored = self.db.any_text(self._packed.text), stands.is_scored and turn.learns
+        rows.turn(turn_row_id, episode_id, stands.trial, self._packed, stored_text, is_scored=is_scored)
         # Parts of this turn that came in the same batch need never be written: the turn has all their tokens.
         rows.parts.pop(episode_id, None)
         if stands.kept:
             rows.over.append((episode_id,))
-        stands.last, stands.last_id, stands.answered = turn.index, id, turn.step is not None
+        stands.last, stands.last_id, stands.answered = turn.index, turn_row_id, turn.step is not None
         stands.under_way, stands.kept = 0, False
 
 
@@ -324,18 +327,18 @@ class StepEntry(EpisodeWrite):
         self._packed = self._packed or pack_step(f"episode {self.episode_id}, turn {self._turn_index}", self._step)
 
     def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
-        row_id, answered = stands.last_id, stands.answered
-        if (index := self._turn_index) != stands.last:
-            where = (self.episode_id, stands.trial, index)
-            row = self.db.row(f"{_TURN} WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?", where)
-            row_id, answered = (None, False) if row is None else (row[0], row[1] is not None)
-        if row_id is None:
-            raise StoreError(f"episode {self.episode_id}: turn {index} was never journaled")
-        if answered:
-            raise StoreError(f"episode {self.episode_id}: turn {index} is answered already")
+        turn_row_id, is_answered = stands.last_id, stands.answered
+        if (turn_index := self._turn_index) != stands.last:
+            turn_key = (self.episode_id, stands.trial, turn_index)
+            turn_row = self.db.row(f"{_TURN} WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?", turn_key)
+            turn_row_id, is_answered = (None, False) if turn_row is None else (turn_row[0], turn_row[1] is not None)
+        if turn_row_id is None:
+            raise StoreError(f"episode {self.episode_id}: turn {turn_index} was never journaled")
+        if is_answered:
+            raise StoreError(f"episode {self.episode_id}: turn {turn_index} is answered already")
         assert self._packed is not None
-        rows.answer(row_id, self._packed)
-        stands.answered = stands.answered or index == stands.last
+        rows.answer(turn_row_id, self._packed)
+        stands.answered = stands.answered or turn_index == stands.last
 
 
 class PartEntry(EpisodeWrite):
@@ -354,32 +357,32 @@ class PartEntry(EpisodeWrite):
     def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         """Add the part to `rows`. Raises StoreError for a part that does not follow the tokens that are written: of
         another turn than the one under way, or with a gap."""
-        part = self._part
-        if part.index != stands.last + 1:
+        turn_part = self._part
+        if turn_part.index != stands.last + 1:
             raise StoreError(
-                f"episode {self.episode_id}: turn {part.index} cannot be under way after turn {stands.last}"
+                f"episode {self.episode_id}: turn {turn_part.index} cannot be under way after turn {stands.last}"
             )
-        if part.at != stands.under_way:
-            problem = f"has {stands.under_way} tokens, and more came after {part.at}"
-            raise StoreError(f"episode {self.episode_id}: turn {part.index} {problem}")
+        if turn_part.at != stands.under_way:
+            problem = f"has {stands.under_way} tokens, and more came after {turn_part.at}"
+            raise StoreError(f"episode {self.episode_id}: turn {turn_part.index} {problem}")
         assert self._packed is not None
         rows.parts.setdefault(self.episode_id, []).append(self._packed)
-        stands.under_way += len(part.token_ids)
+        stands.under_way += len(turn_part.token_ids)
 
 
 def pack_step(where: str, step: Step) -> PackedAnswer:
     """An answer as its row has it. Raises StoreError, which begins with `where`, for one that cannot be written."""
     if not math.isfinite(step.reward):
         raise StoreError(f"{where}: reward {step.reward} is not finite")
-    images, place = dict[str, bytes](), f"{where}: observation"
-    observation = without_images(step.observation, images, place)
+    image_data, observation_label = dict[str, bytes](), f"{where}: observation"
+    observation = without_images(step.observation, image_data, observation_label)
     if step.history is not None:
-        step = replace(step, history=without_images(step.history, images, f"{where}: history"))
-    columns = (
-        pack_messages(observation, place),
+        step = replace(step, history=without_images(step.history, image_data, f"{where}: history"))
+    step_columns = (
+        pack_messages(observation, observation_label),
         float(step.reward),
         bool(step.terminated),
         bool(step.truncated),
         pack_answer(step, where),
     )
-    return PackedAnswer(columns, images)
+    return PackedAnswer(step_columns, image_data)

@@ -41,20 +41,22 @@ LOST = f"purpose = 'train' AND state IN ('expired', 'failed') AND reason IN {LOS
 
 def quarantined(db: Database) -> set[str]:
     """The identities of the tasks in quarantine. Inside a transaction."""
-    return {task for (task,) in db.rows("SELECT task FROM quarantine")}
+    return {task_identity for (task_identity,) in db.rows("SELECT task FROM quarantine")}
 
 
 def lost_groups(db: Database, max_replays: int) -> list[int]:
     """Groups whose task is to be played again, oldest first, without tasks in quarantine. Inside a transaction."""
     if not max_replays:
         return []
-    rows = db.rows(
+    group_rows = db.rows(
         f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {LOST} AND replays < ? ORDER BY id",
         (max_replays,),
     )
-    quarantined_tasks = quarantined(db) if rows else set[str]()
+    quarantined_tasks = quarantined(db) if group_rows else set[str]()
     return [
-        id for id, task in rows if not quarantined_tasks or pack_identity(unpack_task(task)) not in quarantined_tasks
+        group_id
+        for group_id, packed_task in group_rows
+        if not quarantined_tasks or pack_identity(unpack_task(packed_task)) not in quarantined_tasks
     ]
 
 
@@ -100,31 +102,31 @@ class Groups(StorePart):
         # The room is counted again, in the transaction that fills it. Tasks are made before, as that may be the user's
         # code and take long; by then somebody else may have used the place in the source, and `first` shows it.
         with self._db.write():
-            room, step = self._room(bounds, limit)
-            if room.first != first:
+            group_room, sampling_step = self._room(bounds, limit)
+            if group_room.first != first:
                 return 0
-            again = lost_groups(self._db, bounds.max_replays)[: room.replays]
-            for group_id in again:
-                create_again(self._db, group_id, bounds.group_size, step)
-            new = tasks[: room.groups - room.replays]
-            playable = without(quarantined(self._db), new, skipped) if new else []
-            for task in playable:
-                create_group(self._db, task, bounds.group_size, TRAIN, step)
+            replayed_groups = lost_groups(self._db, bounds.max_replays)[: group_room.replays]
+            for group_id in replayed_groups:
+                create_again(self._db, group_id, bounds.group_size, sampling_step)
+            new_tasks = tasks[: group_room.groups - group_room.replays]
+            playable_tasks = without(quarantined(self._db), new_tasks, skipped) if new_tasks else []
+            for task in playable_tasks:
+                create_group(self._db, task, bounds.group_size, TRAIN, sampling_step)
             # In the transaction that starts the groups. Written before, a crash would skip tasks; written after, it
             # would play them twice. Tasks that were passed over count as used, or the same ones would be prepared at
             # every look.
-            self._db.execute(SET_META, (NEXT_TASK.key, NEXT_TASK.text(first + len(new))))
-        return len(again) + len(playable)
+            self._db.execute(SET_META, (NEXT_TASK.key, NEXT_TASK.text(first + len(new_tasks))))
+        return len(replayed_groups) + len(playable_tasks)
 
     def _room(self, bounds: AdmissionBounds, limit: int) -> tuple[Room, int]:
         """The room, and the step of the weights that sample now. Inside a transaction."""
-        version, first = latest_confirmed(self._db), next_task(self._db)
-        if version is None:
-            return Room(0, 0, first), 0
-        free = admissible_groups(load_of(self._db, bounds), bounds, step=version.step)
-        groups = max(0, min(free, limit))
-        replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
-        return Room(groups, replays, first), version.step
+        sampling_version, first_index = latest_confirmed(self._db), next_task(self._db)
+        if sampling_version is None:
+            return Room(0, 0, first_index), 0
+        free_groups = admissible_groups(load_of(self._db, bounds), bounds, step=sampling_version.step)
+        group_count = max(0, min(free_groups, limit))
+        replay_count = min(group_count, len(lost_groups(self._db, bounds.max_replays))) if group_count else 0
+        return Room(group_count, replay_count, first_index), sampling_version.step
 
     @retried
     def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str, step: int | None = None) -> list[int]:
@@ -132,8 +134,8 @@ class Groups(StorePart):
         each evaluation its own purpose, such as "eval:held_out@20"; `step` is that of the weights that it measures
         (None: those that sample now)."""
         with self._db.write():
-            version = latest_confirmed(self._db)
-            step = (0 if version is None else version.step) if step is None else step
+            latest_version = latest_confirmed(self._db)
+            step = (0 if latest_version is None else latest_version.step) if step is None else step
             return [create_group(self._db, task, size, purpose, step) for task in tasks]
 
     @retried
@@ -168,95 +170,109 @@ class Groups(StorePart):
         Raises StoreError for an unknown episode, UsageError if it has no such turn, an evaluation played it, or its
         tokens were dropped."""
         if not 2 <= k <= _MOST:
-            words = f"{k} continuation{'s' * (k != 1)}"
-            hint = f"ask for at most {_MOST}" if k > _MOST else "has no sibling to be compared with: ask for 2 or more"
-            raise UsageError(f"{words} {hint}" if k < 2 else f"{words}: {hint}")
+            request_words = f"{k} continuation{'s' * (k != 1)}"
+            correction = (
+                f"ask for at most {_MOST}" if k > _MOST else "has no sibling to be compared with: ask for 2 or more"
+            )
+            raise UsageError(f"{request_words} {correction}" if k < 2 else f"{request_words}: {correction}")
         with self._db.write():
-            task, start, tools, trial = self._origin(episode_id, turn)
-            version = latest_confirmed(self._db)
-            group_id = create_group(self._db, unpack_task(task), k, TRAIN, 0 if version is None else version.step)
+            packed_task, packed_start, packed_tools, trial = self._origin(episode_id, turn)
+            latest_version = latest_confirmed(self._db)
+            group_id = create_group(
+                self._db, unpack_task(packed_task), k, TRAIN, 0 if latest_version is None else latest_version.step
+            )
             self._db.execute(
                 "UPDATE groups SET fork_of = ?, fork_trial = ?, fork_turn = ?, played_again = 1 WHERE id = ?",
                 (episode_id, trial, turn, group_id),
             )
-            self._db.execute("UPDATE episodes SET start = ?, tools = ? WHERE group_id = ?", (start, tools, group_id))
-            for (member,) in self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)):
-                self._begin(member, episode_id, trial, turn)
+            self._db.execute(
+                "UPDATE episodes SET start = ?, tools = ? WHERE group_id = ?", (packed_start, packed_tools, group_id)
+            )
+            for (member_id,) in self._db.rows(
+                "SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)
+            ):
+                self._begin(member_id, episode_id, trial, turn)
         return group_id
 
     @retried
     def forked(self) -> frozenset[int]:
         """The groups of which a member was forked."""
         with self._db.read():
-            origins = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
-            rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins})")
-        return frozenset(id for (id,) in rows)
+            origins_query = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
+            group_rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins_query})")
+        return frozenset(group_id for (group_id,) in group_rows)
 
     @retried
     def fork_states(self, limit: int) -> list[GroupState]:
         """The states of the latest forks that closed, the latest first."""
         with self._db.read():
-            rows = self._db.rows(
+            state_rows = self._db.rows(
                 "SELECT state FROM groups WHERE fork_turn IS NOT NULL AND state NOT IN ('waiting', 'running')"
                 " ORDER BY id DESC LIMIT ?",
                 (limit,),
             )
-        return [GroupState(state) for (state,) in rows]
+        return [GroupState(group_state) for (group_state,) in state_rows]
 
     def _origin(self, episode_id: int, turn: int) -> tuple[str, str, str | None, int]:
         """The task, first observation, tools and trial of an episode that can be forked at `turn`."""
-        row = self._db.row(
+        origin_row = self._db.row(
             "SELECT g.purpose, g.task, e.start, e.tools, e.trial FROM episodes e JOIN groups g ON g.id = e.group_id"
             " WHERE e.id = ?",
             (episode_id,),
         )
-        if row is None:
+        if origin_row is None:
             raise NotInStore(f"no episode {episode_id} in {self._db.path}: its table episodes lists them")
-        purpose, task, start, tools, trial = row
+        purpose, packed_task, packed_start, packed_tools, trial = origin_row
         if purpose != TRAIN:
             raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")
-        turns = self._db.rows(
+        turn_rows = self._db.rows(
             "SELECT s.terminated = 1 OR s.truncated = 1, k.turn_id IS NOT NULL"
             " FROM turns t JOIN steps s ON s.turn_id = t.id"
             " LEFT JOIN tokens k ON k.turn_id = t.id WHERE t.episode_id = ? AND t.trial = ? ORDER BY t.idx",
             (episode_id, trial),
         )
-        if not turns:
+        if not turn_rows:
             raise UsageError(f"episode {episode_id} has no turn yet that its environment has answered")
         if turn < 1:
             raise UsageError(f"turn {turn} begins the episode: a fork starts at turn 1 or later")
-        most = len(turns) - bool(turns[-1][0])
-        if turn > most:
-            how = "and its last one ended it" if turns[-1][0] else "as far as it was played"
-            raise UsageError(f"episode {episode_id} has {len(turns)} turns, {how}: a fork starts at turn 1 to {most}")
-        if not all(is_kept for _, is_kept in turns[:turn]):
+        last_forkable = len(turn_rows) - bool(turn_rows[-1][0])
+        if turn > last_forkable:
+            ending_clause = "and its last one ended it" if turn_rows[-1][0] else "as far as it was played"
+            turns_played = f"episode {episode_id} has {len(turn_rows)} turns, {ending_clause}"
+            raise UsageError(f"{turns_played}: a fork starts at turn 1 to {last_forkable}")
+        if not all(is_kept for _, is_kept in turn_rows[:turn]):
             raise UsageError(f"retention has dropped the tokens of episode {episode_id}: fork a younger one")
-        return task, start, tools, trial
+        return packed_task, packed_start, packed_tools, trial
 
     def _begin(self, member: int, origin: int, trial: int, turn: int) -> None:
         """Copy the turns before `turn`, and a snapshot of their state if there is one."""
         db = self._db
-        for (id,) in db.rows(
+        for (turn_row_id,) in db.rows(
             "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
         ):
             # Copies, not references to the turns of the origin. Retention may drop the origin's tokens while the fork
             # still trains; and a reader of turns, of which there are many, needs no rule for episodes that begin in
             # another one. The copies do not learn (`learns` is 0), so no token is in two losses (law 2):
             # `tests/store/test_forks.py`.
-            copy = db.insert(
+            copied_row_id = db.insert(
                 "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
                 " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
                 " spans, n_prompt, n_tokens, NULL, state, started_s, ended_s FROM turns WHERE id = ?",
-                (member, id),
+                (member, turn_row_id),
             )
-            for table in ("tokens", "experts"):
-                db.execute(f"INSERT INTO {table} SELECT ?, data FROM {table} WHERE turn_id = ?", (copy, id))
-            columns = "observation, reward, terminated, truncated, info"
-            db.execute(f"INSERT INTO steps SELECT ?, {columns} FROM steps WHERE turn_id = ?", (copy, id))
-        state: tuple[Any, ...] = (member, origin, turn)
+            for table_name in ("tokens", "experts"):
+                db.execute(
+                    f"INSERT INTO {table_name} SELECT ?, data FROM {table_name} WHERE turn_id = ?",
+                    (copied_row_id, turn_row_id),
+                )
+            step_columns = "observation, reward, terminated, truncated, info"
+            db.execute(
+                f"INSERT INTO steps SELECT ?, {step_columns} FROM steps WHERE turn_id = ?", (copied_row_id, turn_row_id)
+            )
+        snapshot_key: tuple[Any, ...] = (member, origin, turn)
         db.execute(
             "INSERT INTO snapshots SELECT ?, turn, seconds, data FROM snapshots WHERE episode_id = ? AND turn < ?",
-            state,
+            snapshot_key,
         )
 
 
@@ -266,8 +282,8 @@ def next_task(db: Database) -> int:
 
 
 def count_states(db: Database, purpose: str) -> dict[GroupState, int]:
-    rows = db.rows("SELECT state, n FROM group_counts WHERE purpose = ? AND n > 0", (purpose,))
-    return {GroupState(state): n for state, n in rows}
+    count_rows = db.rows("SELECT state, n FROM group_counts WHERE purpose = ? AND n > 0", (purpose,))
+    return {GroupState(group_state): group_count for group_state, group_count in count_rows}
 
 
 def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collection[int] = ()) -> list[Task]:
@@ -282,32 +298,32 @@ def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collec
 def load_of(db: Database, bounds: AdmissionBounds) -> Load:
     """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
     member in it. Inside a transaction."""
-    counts = count_states(db, TRAIN)
+    state_counts = count_states(db, TRAIN)
     # Two counts and not one with `state IN`: each has an index that holds only such episodes, and together they are a
     # handful of rows in a store of a million.
-    waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
-    running = db.row(  # an episode that waits for reward sources has no holder and takes no place
+    waiting_row = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
+    running_row = db.row(  # an episode that waits for reward sources has no holder and takes no place
         "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
     )
-    assert waiting is not None and running is not None
+    assert waiting_row is not None and running_row is not None
     return Load(
-        running_episodes=waiting[0] + running[0],
-        running_groups=sum(counts.get(state, 0) for state in _RUNNING),
-        accepted_groups=sum(counts.get(state, 0) for state in _ACCEPTED),
+        running_episodes=waiting_row[0] + running_row[0],
+        running_groups=sum(state_counts.get(group_state, 0) for group_state in _RUNNING),
+        accepted_groups=sum(state_counts.get(group_state, 0) for group_state in _ACCEPTED),
         buffered_tokens=0 if bounds.max_tokens is None else _buffered_tokens(db),
     )
 
 
 def _buffered_tokens(db: Database) -> int:
     """Sampled tokens of ended members of groups that are not taken, and of late members that are not."""
-    row = db.row(
+    sum_row = db.row(
         "SELECT (SELECT COALESCE(SUM(e.n_tokens), 0) FROM groups g JOIN episodes e ON e.group_id = g.id"
         "  WHERE g.purpose = 'train' AND g.state IN ('running', 'scored') AND e.stop_reason IS NOT NULL)"
         f" + (SELECT COALESCE(SUM(e.n_tokens), 0) FROM (SELECT * FROM episodes WHERE {LATE}) e"
         "  JOIN groups g ON g.id = e.group_id WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL)"
     )
-    assert row is not None
-    return row[0]
+    assert sum_row is not None
+    return sum_row[0]
 
 
 def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
@@ -320,29 +336,29 @@ def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -
         "INSERT INTO episodes (group_id, member, evaluation) VALUES (?, ?, ?)",
         # `evaluation` repeats the group's purpose in each member, so that the index of waiting episodes can be ordered
         # by it: a claim reads the first rows of one index and joins nothing.
-        [(group_id, member, int(purpose != TRAIN)) for member in range(size)],
+        [(group_id, member_index, int(purpose != TRAIN)) for member_index in range(size)],
     )
     return group_id
 
 
 def create_again(db: Database, lost: int, size: int, step: int) -> int:
     """Start a group that plays the task of a lost one again; its id."""
-    row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
-    assert row is not None
-    task, replays = row
-    group_id = create_group(db, unpack_task(task), size, TRAIN, step)
-    db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replays + 1, group_id))
+    lost_row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
+    assert lost_row is not None
+    packed_task, replay_count = lost_row
+    group_id = create_group(db, unpack_task(packed_task), size, TRAIN, step)
+    db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replay_count + 1, group_id))
     return group_id
 
 
 def close_if_ended(db: Database, group_id: int, now: float) -> None:
     """Close an open group if all its members have ended."""
-    row = db.row(
+    ended_row = db.row(
         "SELECT state IN ('waiting', 'running') AND NOT EXISTS"
         " (SELECT 1 FROM episodes WHERE group_id = ?1 AND state IN ('waiting', 'running')) FROM groups WHERE id = ?1",
         (group_id,),
     )
-    if row is not None and row[0]:
+    if ended_row is not None and ended_row[0]:
         close(db, [group_id], now)
 
 
@@ -353,23 +369,25 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
     are late from now on."""
     # All queries of all groups in one go. A hundred episodes may end in one transaction and close a dozen groups, and
     # nobody else writes until it is over.
-    weights, *tables = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
-    for place, group_id in enumerate(group_ids):
-        ((purpose, size),), ended, turns, scores = tables[4 * place : 4 * place + 4]
-        state, reason, packed = GroupState.SCORED, None, None
+    weight_rows, *query_results = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
+    for position, group_id in enumerate(group_ids):
+        ((purpose, group_size),), ended_rows, turn_rows, score_rows = query_results[4 * position : 4 * position + 4]
+        group_state, failure_reason, packed_record = GroupState.SCORED, None, None
         if purpose == TRAIN:
-            record = {
-                member: _record(id, outcome, outcomes, turns, scores, weights)
-                for id, member, stop_reason, outcome, outcomes in ended
+            group_record = {
+                member_index: _record(episode_id, outcome, packed_outcomes, turn_rows, score_rows, weight_rows)
+                for episode_id, member_index, stop_reason, outcome, packed_outcomes in ended_rows
                 if scored(stop_reason, outcome)
             }
-            packed = pack_record(record)
-            if len(record) < enough(size):
-                by_member = sorted(ended, key=lambda row: row[1])  # of two reasons as common, that of the first member
-                state, reason, packed = GroupState.FAILED, _failure([stop for _, _, stop, *_ in by_member]), None
+            packed_record = pack_record(group_record)
+            if len(group_record) < enough(group_size):
+                # In the order of the members: of two reasons that are as common, the group takes the first member's.
+                ended_by_member = sorted(ended_rows, key=lambda row: row[1])
+                failure_reason = _failure([member_reason for _, _, member_reason, *_ in ended_by_member])
+                group_state, packed_record = GroupState.FAILED, None
         db.execute(
             "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
-            (state, reason, packed, now, group_id),
+            (group_state, failure_reason, packed_record, now, group_id),
         )
         # From here on the record is fixed and the open members are judged against it. They are not ended: a slow
         # episode is not a worse one, and to drop it would train short episodes alone (law 5).
@@ -411,24 +429,24 @@ def enough(size: int) -> int:
 
 def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
     """The record of a scored member, from its last trial."""
-    turns, scores, weights = db.all_rows(*_earned("e.id = ?", episode_id), (WEIGHTS, ()))
-    return _record(episode_id, outcome, outcomes, turns, scores, weights)
+    turn_rows, score_rows, weight_rows = db.all_rows(*_earned("e.id = ?", episode_id), (WEIGHTS, ()))
+    return _record(episode_id, outcome, outcomes, turn_rows, score_rows, weight_rows)
 
 
 def _earned(where: str, id: int) -> tuple[Query, Query]:
     """Return two queries for what the episodes (`e`) that `where` selects have earned in their last trials: each turn
     with the rewards of its step, and the scores of reward sources. `id` fills the placeholder in `where`."""
-    turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+    turns_join = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
     return (
         (
             "SELECT e.id, t.idx, t.role, t.state, COALESCE(s.reward, 0.0),"
             " COALESCE(json_extract(s.info, '$.rewards'), '{}')"
-            f" FROM episodes e {turns} LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY e.id, t.idx",
+            f" FROM episodes e {turns_join} LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY e.id, t.idx",
             (id,),
         ),
         # Sources first, in an order that CROSS JOIN fixes: a run without reward sources then looks at no turn.
         (
-            f"SELECT e.id, t.idx, r.source, r.value FROM sources c CROSS JOIN episodes e ON {where} {turns}"
+            f"SELECT e.id, t.idx, r.source, r.value FROM sources c CROSS JOIN episodes e ON {where} {turns_join}"
             " CROSS JOIN rewards r ON r.turn_id = t.id AND r.source = c.source AND r.counts = 1",
             (id,),
         ),
@@ -440,15 +458,15 @@ def _record(
 ) -> MemberRecord:
     """The record of a scored member, whose turns and scores are among these."""
     by_turn: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for episode_id, index, source, value in scores:
+    for episode_id, turn_index, source, score_value in scores:
         if episode_id == id:
-            by_turn[index][source] = value
+            by_turn[turn_index][source] = score_value
     return member_record(
         outcome,
         json.loads(outcomes),
         [
-            (role, reward, json.loads(others), by_turn.get(index, {}), UNKNOWN if state is None else state)
-            for episode_id, index, role, state, reward, others in turns
+            (role, reward, json.loads(others), by_turn.get(turn_index, {}), UNKNOWN if state is None else state)
+            for episode_id, turn_index, role, state, reward, others in turns
             if episode_id == id
         ],
         dict(weights),
@@ -462,7 +480,7 @@ def scored(stop_reason: str, outcome: float | None) -> bool:
 
 def _failure(stop_reasons: list[str]) -> str:
     """The most common failure of members; "no_outcome" if none failed but too few were scored."""
-    failures = Counter(reason for reason in stop_reasons if not StopReason(reason).by_policy)
+    failures = Counter(stop_reason for stop_reason in stop_reasons if not StopReason(stop_reason).by_policy)
     return failures.most_common(1)[0][0] if failures else "no_outcome"
 
 

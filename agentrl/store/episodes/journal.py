@@ -38,8 +38,8 @@ class EnvSnapshot:
 
 def drop_snapshot(db: Database, episode_id: int) -> None:
     """Forget an episode's snapshot: it begins anew, or is over."""
-    for table in ("snapshots", "unsaved"):
-        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+    for table_name in ("snapshots", "unsaved"):
+        db.execute(f"DELETE FROM {table_name} WHERE episode_id = ?", (episode_id,))
 
 
 # The index of the last turn of the row `e` of an episode.
@@ -57,16 +57,16 @@ class Journal(StorePart):
     def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
         """The environment was reset and answered `start`, with `tools` beside it. Raises StoreError if turns are
         journaled already."""
-        images, place = dict[str, bytes](), f"episode {episode_id}: start"
-        packed = pack_messages(without_images(start, images, place), place)
+        image_data, start_label = dict[str, bytes](), f"episode {episode_id}: start"
+        packed_start = pack_messages(without_images(start, image_data, start_label), start_label)
         # Packed before the transaction begins, and `shared`: it writes rows of this episode alone, under its fence, so
         # journals of other processes need not wait for it.
         with self._db.write(shared=True):
-            (last,) = held(self._db, episode_id, fence, _LAST)
-            if last >= 0:
+            (last_index,) = held(self._db, episode_id, fence, _LAST)
+            if last_index >= 0:
                 raise StoreError(f"episode {episode_id} has turns already: restart_episode sets them aside")
-            write_images(self._db, images)
-            self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
+            write_images(self._db, image_data)
+            self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed_start, episode_id))
             write_tools(self._db, episode_id, tools)
 
     @retried
@@ -105,7 +105,7 @@ class Journal(StorePart):
         """Start an episode anew under the same fence, as its environment could not be restored. The turns so far are
         set aside with the reason (`restarts` reads them); they are counted and never trained."""
         with self._db.write():
-            trial = check_fence(self._db, episode_id, fence)
+            old_trial = check_fence(self._db, episode_id, fence)
             if self._db.row(
                 "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " WHERE e.id = ? AND g.fork_turn IS NOT NULL",
@@ -117,9 +117,9 @@ class Journal(StorePart):
                 (printable(reason), self._db.clock(), episode_id),
             )
             discard_partial(self._db, episode_id)
-            self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
-            for table in ("unscored", "endings"):
-                self._db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+            self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (old_trial + 1, episode_id))
+            for table_name in ("unscored", "endings"):
+                self._db.execute(f"DELETE FROM {table_name} WHERE episode_id = ?", (episode_id,))
             # The snapshot is of the trial that is set aside. If it stayed, a second crash would restore the new trial
             # into the middle of the old one.
             drop_snapshot(self._db, episode_id)
@@ -150,31 +150,34 @@ class Journal(StorePart):
         already, was played again `max_replays` times, or is a fork, whose turns before the fork cannot be repeated."""
         with self._db.write():
             check_fence(self._db, episode_id, fence)
-            row = self._db.row(
+            group_row = self._db.row(
                 "SELECT g.id, g.size FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " WHERE e.id = ? AND g.purpose = ? AND g.state = 'running' AND g.fork_turn IS NULL"
                 " AND g.replays < ?",
                 (episode_id, TRAIN, max_replays),
             )
-            if row is None:
+            if group_row is None:
                 return False
-            group_id, size = row
-            now, version = self._db.clock(), latest_confirmed(self._db)
-            for (member,) in self._db.rows(
+            group_id, group_size = group_row
+            restarted_s, latest_version = self._db.clock(), latest_confirmed(self._db)
+            for (member_id,) in self._db.rows(
                 "SELECT id FROM episodes WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,)
             ):
-                discard_partial(self._db, member)
-                end_episode(self._db, member, "expired", StopReason.EXPIRED, now)
+                discard_partial(self._db, member_id)
+                end_episode(self._db, member_id, "expired", StopReason.EXPIRED, restarted_s)
             self._db.execute(
-                "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (RESTARTED, now, group_id)
+                "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?",
+                (RESTARTED, restarted_s, group_id),
             )
-            again = create_again(self._db, group_id, size, 0 if version is None else version.step)
+            new_group_id = create_again(
+                self._db, group_id, group_size, 0 if latest_version is None else latest_version.step
+            )
             self._db.execute(
                 # If the count began anew, a task that kills its worker would be played again for ever: each restart of
                 # its group would make it innocent.
                 "UPDATE episodes SET (deaths, died_at) = (SELECT old.deaths, old.died_at FROM episodes old"
                 " WHERE old.group_id = ? AND old.member = episodes.member) WHERE group_id = ?",
-                (group_id, again),
+                (group_id, new_group_id),
             )
         return True
 
@@ -193,8 +196,8 @@ class Journal(StorePart):
     def snapshot(self, episode_id: int) -> EnvSnapshot | None:
         """The newest snapshot of an episode that has not ended; None if there is none."""
         with self._db.read():
-            row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
-        return None if row is None else EnvSnapshot(turn=row[0], seconds=row[1], data=row[2])
+            newest = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
+        return None if newest is None else EnvSnapshot(turn=newest[0], seconds=newest[1], data=newest[2])
 
     @retried
     def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
@@ -210,21 +213,21 @@ class Journal(StorePart):
     def unsaved(self, episode_id: int) -> str:
         """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""
         with self._db.read():
-            row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
-        return "" if row is None else f"no snapshot from turn {row[0]} on: {row[1]}"
+            reason_row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
+        return "" if reason_row is None else f"no snapshot from turn {reason_row[0]} on: {reason_row[1]}"
 
     @retried
     def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
         """Write the files of a journaled turn, by path; those written before are replaced. Raises LeaseLost if the
         episode is no longer held under `fence`, StoreError for an unknown turn."""
         # Compressed before the lock is taken: the files of an agent's work may be megabytes.
-        data = pack_files(files)
+        packed_files = pack_files(files)
         with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)
-            row_id, _ = turn_row(self._db, turn)
+            turn_row_id, _ = turn_row(self._db, turn)
             self._db.execute(
                 "INSERT INTO artifacts VALUES (?, ?) ON CONFLICT (turn_id) DO UPDATE SET data = excluded.data",
-                (row_id, data),
+                (turn_row_id, packed_files),
             )
 
     @retried
@@ -232,9 +235,9 @@ class Journal(StorePart):
         """The files of a turn by path; None if none were written, or retention dropped them. Raises StoreError for an
         unknown turn."""
         with self._db.read():
-            row_id, _ = turn_row(self._db, turn)
-            row = self._db.row("SELECT data FROM artifacts WHERE turn_id = ?", (row_id,))
-        return None if row is None else unpack_files(row[0])
+            turn_row_id, _ = turn_row(self._db, turn)
+            artifact_row = self._db.row("SELECT data FROM artifacts WHERE turn_id = ?", (turn_row_id,))
+        return None if artifact_row is None else unpack_files(artifact_row[0])
 
 
 RESTARTED = "restarted"

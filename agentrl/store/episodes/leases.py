@@ -146,97 +146,110 @@ class Leases(StorePart):
         with self._db.write():
             # The lease is renewed in the transaction that claims. A worker that is stopped between a claim and a
             # renewal would hold episodes under no lease, and no other worker could see it expire.
-            holder = self._renew(worker, now + lease_s)
-            return self._claim(holder, self._claimable(worker, limit, now, ahead, evaluation), now)
+            lease_holder = self._renew(worker, now + lease_s)
+            return self._claim(lease_holder, self._claimable(worker, limit, now, ahead, evaluation), now)
 
     def _claim(self, holder: str, free: Collection[Free], now: float) -> list[Claim]:
         self._db.execute_many(
             "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
             " started_s = COALESCE(started_s, ?) WHERE id = ?",
-            [(holder, now, claim.id) for claim in free],
+            [(holder, now, free_episode.id) for free_episode in free],
         )
         self._db.execute_many(
             "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
             " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
-            [(now, group_id) for group_id in {claim.group_id for claim in free}],
+            [(now, group_id) for group_id in {free_episode.group_id for free_episode in free}],
         )
-        return self._load([claim.id for claim in free])
+        return self._load([free_episode.id for free_episode in free])
 
     @retried
     def reload(self, claim: Claim) -> Claim:
         """Read a claim again, with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
             check_fence(self._db, claim.episode_id, claim.fence)
-            (loaded,) = self._load([claim.episode_id])
-            return replace(loaded, fence=claim.fence, resumed=loaded.start is not None)
+            (loaded_claim,) = self._load([claim.episode_id])
+            return replace(loaded_claim, fence=claim.fence, resumed=loaded_claim.start is not None)
 
     @retried
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
         """Renew this worker's lease; returns the ids of the episodes that it still holds."""
         now = self._db.clock() if now is None else now
         with self._db.write(shared=True):
-            holder = self._renew(worker, now + lease_s)
-            rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
-        return frozenset(id for (id,) in rows)
+            lease_holder = self._renew(worker, now + lease_s)
+            held_rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (lease_holder,))
+        return frozenset(episode_id for (episode_id,) in held_rows)
 
     @retried
     def hand_back(self, worker: str) -> int:
         """Give back all episodes of this worker, which ends on purpose: they may be claimed at once, and no death
         counts. Returns how many there were."""
-        holder = self._holder(worker)
+        lease_holder = self._holder(worker)
         with self._db.write():
-            self._db.execute("DELETE FROM leases WHERE holder = ?", (holder,))
-            cursor = self._db.execute(
-                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder = ?", (holder,)
+            self._db.execute("DELETE FROM leases WHERE holder = ?", (lease_holder,))
+            episode_update = self._db.execute(
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder = ?",
+                (lease_holder,),
             )
-        return cursor.rowcount
+        return episode_update.rowcount
 
     def _claimable(self, worker: str, limit: int, now: float, ahead: int | None, evaluation: bool | None) -> list[Free]:
         """Return at most `limit` of the episodes that a worker may claim. An episode with two deaths or more is claimed
         by a worker that plays nothing else under suspicion, and after all others: if the worker dies, that episode is
         to blame."""
-        holder = self._holder(worker)
-        sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
-        kinds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))
-        rows = self._db.rows(sql, (now, holder, limit, bound, *kinds))
-        free = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
+        lease_holder = self._holder(worker)
+        claimable_sql, ahead_bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
+        evaluation_bounds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))
+        episode_rows = self._db.rows(claimable_sql, (now, lease_holder, limit, ahead_bound, *evaluation_bounds))
+        free_episodes = sorted(
+            Free(bool(suspected), not is_evaluation, bool(is_new), *other_columns)
+            for suspected, is_evaluation, is_new, *other_columns in episode_rows
+        )
         # Who killed a worker is only known if one suspect was aboard. A first death puts an episode last, with others
         # like it; from the second on it plays with no other suspect, so that the third death has one possible cause.
         # Playing each suspect alone from its first death would serialise a run whose workers are killed from outside,
         # and there nobody is guilty.
-        if suspected := [claim for claim in free if claim.suspected]:
-            ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays
+        if suspected := [episode for episode in free_episodes if episode.suspected]:
+            # The deaths of the most suspected episode that this worker plays.
+            ((deaths_here,),) = self._db.rows(_SUSPECTED_HERE, (lease_holder,))
             together = (
-                [] if here is not None and here >= _APART else [claim for claim in suspected if claim.deaths < _APART]
+                []
+                if deaths_here is not None and deaths_here >= _APART
+                else [episode for episode in suspected if episode.deaths < _APART]
             )
-            alone = suspected[:1] if here is None and not together else []
-            free = [claim for claim in free if not claim.suspected] + together + alone
-        return free[:limit]
+            alone = suspected[:1] if deaths_here is None and not together else []
+            free_episodes = [episode for episode in free_episodes if not episode.suspected] + together + alone
+        return free_episodes[:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"
 
     def _renew(self, worker: str, until_s: float) -> str:
-        holder = self._holder(worker)
+        lease_holder = self._holder(worker)
         self._db.execute(
             "INSERT INTO leases VALUES (?, ?, ?) ON CONFLICT (holder)"
             " DO UPDATE SET worker = excluded.worker, until_s = excluded.until_s",
-            (holder, worker, until_s),
+            (lease_holder, worker, until_s),
         )
-        return holder
+        return lease_holder
 
     def _load(self, episodes: Sequence[int]) -> list[Claim]:
-        rows = self._db.all_rows(*((_LOAD, (id,)) for id in episodes))
-        shown = Shown(self._db)
-        begun = [id for id, ((*_, start, _, _, _),) in zip(episodes, rows, strict=True) if start is not None]
-        turns = turns_of(self._db, begun, shown)
-        partials = dict(zip(begun, load_partials(self._db, begun), strict=True))
-        claims: list[Claim] = []
-        for id, (row,) in zip(episodes, rows, strict=True):
-            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step, tools = row
-            claims.append(
+        query_results = self._db.all_rows(*((_LOAD, (episode_id,)) for episode_id in episodes))
+        shown_messages = Shown(self._db)
+        begun_ids = [
+            episode_id
+            for episode_id, ((*_, start, _, _, _),) in zip(episodes, query_results, strict=True)
+            if start is not None
+        ]
+        turns_by_episode = turns_of(self._db, begun_ids, shown_messages)
+        partials_by_episode = dict(zip(begun_ids, load_partials(self._db, begun_ids), strict=True))
+        loaded_claims: list[Claim] = []
+        for episode_id, (claim_row,) in zip(episodes, query_results, strict=True):
+            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step, packed_tools = (
+                claim_row
+            )
+            loaded_claims.append(
                 Claim(
-                    episode_id=id,
+                    episode_id=episode_id,
                     group_id=group_id,
                     member=member,
                     size=size,
@@ -244,25 +257,25 @@ class Leases(StorePart):
                     purpose=purpose,
                     fence=fence,
                     trial=trial,
-                    start=None if start is None else shown.messages(start),
-                    turns=turns.get(id, ()),
-                    partial=partials.get(id),
+                    start=None if start is None else shown_messages.messages(start),
+                    turns=turns_by_episode.get(episode_id, ()),
+                    partial=partials_by_episode.get(episode_id),
                     fork_turn=fork_turn,
                     # Both: a fork begins with turns although nobody has claimed it before, and an episode whose first
                     # worker died in its reset is claimed twice without having begun.
                     resumed=fence > 1 and start is not None,
                     started_step=started_step,
-                    tools=NO_TOOLS if tools is None else unpack_tools(tools),
+                    tools=NO_TOOLS if packed_tools is None else unpack_tools(packed_tools),
                 )
             )
-        return claims
+        return loaded_claims
 
 
 def too_early(db: Database, step: int, ahead: int) -> float:
     """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
     there is none. Inside a transaction."""
-    row = db.row(f"{_AHEAD.format(step='?1')} LIMIT 1 OFFSET ?2", (step, ahead))
-    return math.inf if row is None else row[0]
+    group_row = db.row(f"{_AHEAD.format(step='?1')} LIMIT 1 OFFSET ?2", (step, ahead))
+    return math.inf if group_row is None else group_row[0]
 
 
 def check_fence(db: Database, episode_id: int, fence: int) -> int:
@@ -273,10 +286,10 @@ def check_fence(db: Database, episode_id: int, fence: int) -> int:
 def held(db: Database, episode_id: int, fence: int, columns: str) -> Row:
     """Columns, in SQL, of the row `e` of an episode that is held under `fence`; raises as `check_fence`. One statement,
     since a server takes a while to answer each."""
-    row = db.row(f"SELECT e.state, e.fence, {columns} FROM episodes e WHERE e.id = ?", (episode_id,))
-    check_held(db, episode_id, fence, row)
-    assert row is not None
-    return row[2:]
+    episode_row = db.row(f"SELECT e.state, e.fence, {columns} FROM episodes e WHERE e.id = ?", (episode_id,))
+    check_held(db, episode_id, fence, episode_row)
+    assert episode_row is not None
+    return episode_row[2:]
 
 
 # Ownership is the fence, not the lease. A lease ends by a clock, and a worker that was stopped for a minute does not
@@ -288,8 +301,8 @@ def check_held(db: Database, episode_id: int, fence: int, row: Sequence[Any] | N
     """Raise LeaseLost unless the `row` of an episode, which begins with its state and its fence, is held."""
     if row is None:
         raise LeaseLost(f"episode {episode_id} does not exist in {db.path}")
-    state, current = row[:2]
-    if state != "running":
-        raise LeaseLost(f"episode {episode_id} is {state}, no longer running under fence {fence}")
-    if current != fence:
-        raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current}, not {fence}")
+    episode_state, current_fence = row[:2]
+    if episode_state != "running":
+        raise LeaseLost(f"episode {episode_id} is {episode_state}, no longer running under fence {fence}")
+    if current_fence != fence:
+        raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current_fence}, not {fence}")

@@ -64,52 +64,63 @@ class Partial:
 
 def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
     """The row of a part. Raises StoreError for an id that is no 32-bit unsigned integer (law 1)."""
-    prompt = part.prompt_ids if part.at == 0 else ()
-    n = len(part.token_ids)
+    prompt_ids = part.prompt_ids if part.at == 0 else ()
+    token_count = len(part.token_ids)
     try:
         # Log-probs are float64, so a token of an interrupted turn keeps the very number that its engine sent (law 1).
-        data = struct.pack(f"<I{len(prompt) + n}I{n}d", len(prompt), *prompt, *part.token_ids, *part.logprobs)
+        packed_part = struct.pack(
+            f"<I{len(prompt_ids) + token_count}I{token_count}d",
+            len(prompt_ids),
+            *prompt_ids,
+            *part.token_ids,
+            *part.logprobs,
+        )
     except struct.error as error:
         raise StoreError(f"turn {part.index}: its tokens so far cannot be written: {error}") from error
     # Unlike a turn, a part is not compressed: it lives until its turn is journaled.
-    data += pack_columns(part.columns, n, f"turn {part.index}")
-    spans, times = pack_spans(part.spans), (part.started_s, part.spent_s)
-    return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
+    packed_part += pack_columns(part.columns, token_count, f"turn {part.index}")
+    packed_spans, times_s = pack_spans(part.spans), (part.started_s, part.spent_s)
+    return (episode_id, part.at, token_count, part.index, part.parent, part.role, packed_spans, *times_s, packed_part)
 
 
 def load_partials(db: Database, episodes: Sequence[int]) -> list[Partial | None]:
     """The turn under way of each episode, as far as it was written; None if there is none. Inside a transaction."""
-    sql = (
+    parts_query = (
         "SELECT at, n, turn, parent, role, spans, started_s, spent_s, data FROM partials WHERE episode_id = ?"
         " ORDER BY at"
     )
-    return [_joined(rows) if rows else None for rows in db.all_rows(*((sql, (id,)) for id in episodes))]
+    return [
+        _joined(part_rows) if part_rows else None
+        for part_rows in db.all_rows(*((parts_query, (episode_id,)) for episode_id in episodes))
+    ]
 
 
 def _joined(rows: Sequence[Row]) -> Partial:
     """A turn from its parts."""
-    prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
+    prompt_ids, token_ids, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
     recomputed = set[int]()
     columns_of_parts = list[tuple[int, Columns]]()
-    for first_token, n, *_, spans, _, _, data in rows:
-        (size,) = struct.unpack_from("<I", data)
-        values = struct.unpack_from(f"<{size + n}I{n}d", data, 4)
-        prompt += values[:size]
-        tokens += values[size : size + n]
-        logprobs += values[size + n :]
-        columns_of_parts.append((n, unpack_columns(data[4 + 4 * (size + n) + 8 * n :])))
-        versions += [-1] * n
-        for span in unpack_spans(spans):
+    for first_token, token_count, *_, packed_spans, _, _, packed_part in rows:
+        (prompt_count,) = struct.unpack_from("<I", packed_part)
+        unpacked_numbers = struct.unpack_from(f"<{prompt_count + token_count}I{token_count}d", packed_part, 4)
+        prompt_ids += unpacked_numbers[:prompt_count]
+        token_ids += unpacked_numbers[prompt_count : prompt_count + token_count]
+        logprobs += unpacked_numbers[prompt_count + token_count :]
+        columns_of_parts.append(
+            (token_count, unpack_columns(packed_part[4 + 4 * (prompt_count + token_count) + 8 * token_count :]))
+        )
+        versions += [-1] * token_count
+        for span in unpack_spans(packed_spans):
             versions[first_token + span.start : first_token + span.end] = [span.version] * (span.end - span.start)
             if span.recomputed:
                 recomputed.add(first_token + span.start)
-    *_, (_, _, index, parent, role, _, started_s, spent_s, _) = rows
+    *_, (_, _, turn_index, parent_index, role, _, started_s, spent_s, _) = rows
     return Partial(
-        index=index,
-        parent=parent,
+        index=turn_index,
+        parent=parent_index,
         role=role,
-        prompt_ids=prompt,
-        token_ids=tuple(tokens),
+        prompt_ids=prompt_ids,
+        token_ids=tuple(token_ids),
         logprobs=tuple(logprobs),
         spans=spans_of(versions, recomputed),
         started_s=started_s,

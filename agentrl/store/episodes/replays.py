@@ -65,11 +65,11 @@ class ReplayedFailures(StorePart):
     def counts(self, max_replays: int) -> Replays:
         """Count replays, past and to come, with at most `max_replays` per task. A quarantined task has none left."""
         with self._db.read():
-            played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
-            lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {LOST}")
-            waiting = len(lost_groups(self._db, max_replays))
-        assert played is not None and lost is not None
-        return Replays(played=played[0], waiting=waiting, exhausted=lost[0] - waiting)
+            played_row = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
+            lost_row = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {LOST}")
+            waiting_count = len(lost_groups(self._db, max_replays))
+        assert played_row is not None and lost_row is not None
+        return Replays(played=played_row[0], waiting=waiting_count, exhausted=lost_row[0] - waiting_count)
 
     @retried
     def requeue(
@@ -94,86 +94,88 @@ class ReplayedFailures(StorePart):
 
     def _find(self, requested: Collection[int] | None, bounds: AdmissionBounds) -> Requeued:
         db = self._db
-        step, kept_out = _next_step(db), quarantined(db)
+        next_step, quarantined_tasks = _next_step(db), quarantined(db)
         for group_id in requested or ():
             if db.row("SELECT 1 FROM groups WHERE id = ?", (group_id,)) is None:
                 raise UsageError(f"no group {group_id} in {db.path}: agentrl tasks RUN --failed names what failed")
         # Every failure that is not played again is counted under its reason. A command that replays "12 of 40" and is
         # silent about the others would send its user looking for a bug (law 8).
-        refusals, nothing = Counter[str](), set(requested or ())
-        members, late, groups = list[int](), list[int](), list[int]()
-        for id, group_id, purpose, state, started_step, fork, task in db.rows(_MEMBERS):
+        refusals, unaffected_ids = Counter[str](), set(requested or ())
+        member_ids, late_ids, replayed_ids = list[int](), list[int](), list[int]()
+        for episode_id, group_id, purpose, group_state, started_step, fork_origin, packed_task in db.rows(_MEMBERS):
             if requested is not None and group_id not in requested:
                 continue
-            nothing.discard(group_id)
+            unaffected_ids.discard(group_id)
             # In this order the first reason is the one that cannot be changed: an evaluation stays, what a step took
             # stays, and only after these does age or quarantine matter.
             if purpose != TRAIN:
                 refusals["of an evaluation, which stays as it was measured"] += 1
-            elif state in ("taken", "trained"):
+            elif group_state in ("taken", "trained"):
                 refusals["of a group that a step has taken"] += 1
-            elif old := bounds.too_old(step, started_step):
-                refusals[f"of a group {old}"] += 1
-            elif why := _never(fork, task, kept_out):
-                refusals[why] += 1
+            elif age_refusal := bounds.too_old(next_step, started_step):
+                refusals[f"of a group {age_refusal}"] += 1
+            elif refusal := _never(fork_origin, packed_task, quarantined_tasks):
+                refusals[refusal] += 1
             else:
-                (late if state == "scored" else members).append(id)
-        for group_id, task, replays, played_again, fork in db.rows(_GROUPS):
+                (late_ids if group_state == "scored" else member_ids).append(episode_id)
+        for group_id, packed_task, replay_count, played_again, fork_origin in db.rows(_GROUPS):
             if requested is not None and group_id not in requested:
                 continue
-            nothing.discard(group_id)
-            if why := _never(fork, task, kept_out):
-                refusals[why] += 1
+            unaffected_ids.discard(group_id)
+            if refusal := _never(fork_origin, packed_task, quarantined_tasks):
+                refusals[refusal] += 1
             elif played_again:
                 refusals["a group that was played again already"] += 1
-            elif replays < bounds.max_replays:
+            elif replay_count < bounds.max_replays:
                 refusals[f"a group that is played again by itself (rollout.max_replays = {bounds.max_replays})"] += 1
             else:
-                groups.append(group_id)
-        if nothing:
-            refusals["a group of which nothing failed"] += len(nothing)
-        return Requeued(members=tuple(members), late=tuple(late), groups=tuple(groups), left=dict(refusals))
+                replayed_ids.append(group_id)
+        if unaffected_ids:
+            refusals["a group of which nothing failed"] += len(unaffected_ids)
+        return Requeued(
+            members=tuple(member_ids), late=tuple(late_ids), groups=tuple(replayed_ids), left=dict(refusals)
+        )
 
     def _wait_again(self, episode_ids: Collection[int], *, late: bool) -> None:
         """Have failed members wait, in a new trial."""
         db = self._db
-        for id in episode_ids:
-            row = db.row("SELECT stop_reason, group_id FROM episodes WHERE id = ?", (id,))
-            assert row is not None
-            reason, group_id = row
+        for episode_id in episode_ids:
+            ending_row = db.row("SELECT stop_reason, group_id FROM episodes WHERE id = ?", (episode_id,))
+            assert ending_row is not None
+            stop_reason, group_id = ending_row
             db.execute(
                 "INSERT INTO restarts SELECT id, trial, start, 'requeued after ' || stop_reason || ': ' || detail, ?"
                 " FROM episodes WHERE id = ?",
-                (db.clock(), id),
+                (db.clock(), episode_id),
             )
             db.execute(  # the newest count of this ending: whose attempt it was is not written down; 0 stays
                 "UPDATE ending_counts SET n = n - 1 WHERE evaluation = 0 AND stop_reason = ?1 AND attempt ="
                 " (SELECT MAX(attempt) FROM ending_counts WHERE evaluation = 0 AND stop_reason = ?1 AND n > 0)",
-                (reason,),
+                (stop_reason,),
             )
             db.execute(
                 "UPDATE episodes SET state = 'waiting', trial = trial + 1, start = NULL, stop_reason = NULL,"
                 " outcome = NULL, success = NULL, outcomes = '{}', detail = '', started_s = NULL, ended_s = NULL,"
                 " n_turns = 0, n_tokens = 0, newest_step = NULL, dropped = NULL, deaths = 0, died_at = NULL, late = ?"
                 " WHERE id = ?",
-                (int(late), id),
+                (int(late), episode_id),
             )
             db.execute("UPDATE groups SET started_s = NULL WHERE id = ?", (group_id,))  # the next claim sets it
 
     def _play_again(self, group_ids: Collection[int]) -> None:
-        version = latest_confirmed(self._db)
+        latest_version = latest_confirmed(self._db)
         for group_id in group_ids:
-            ((size,),) = self._db.rows("SELECT size FROM groups WHERE id = ?", (group_id,))
-            create_again(self._db, group_id, size, 0 if version is None else version.step)
+            ((group_size,),) = self._db.rows("SELECT size FROM groups WHERE id = ?", (group_id,))
+            create_again(self._db, group_id, group_size, 0 if latest_version is None else latest_version.step)
 
 
 def _next_step(db: Database) -> int:
     """The optimizer step that takes members next. Inside a transaction."""
-    row = db.row(
+    step_row = db.row(
         "SELECT 1 + MAX(step) FROM (SELECT MAX(step) AS step FROM lineage WHERE undone_attempt IS NULL"
         " UNION ALL SELECT MAX(step) FROM versions WHERE undone_attempt IS NULL) made"
     )
-    return 1 if row is None or row[0] is None else row[0]
+    return 1 if step_row is None or step_row[0] is None else step_row[0]
 
 
 def _never(fork: bool, task: str, kept_out: Collection[str]) -> str:

@@ -73,37 +73,40 @@ class Scores(StorePart):
                 "INSERT INTO sources VALUES (?, ?, ?, ?, ?)",
                 [(source.name, source.version, source.weight, source.deadline_s, source.late) for source in sources],
             )
-            gone = self._db.rows(
+            released_rows = self._db.rows(
                 "SELECT DISTINCT episode_id FROM unscored WHERE source NOT IN (SELECT source FROM sources)"
             )
             self._db.execute("DELETE FROM unscored WHERE source NOT IN (SELECT source FROM sources)")
-            for (episode_id,) in gone:
+            for (episode_id,) in released_rows:
                 self._end_if_scored(episode_id)
 
     @retried
     def sources(self) -> list[Source]:
         """The declared sources, by name."""
         with self._db.read():
-            rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
-        return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
+            source_rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
+        return [
+            Source(name=source_name, version=version, weight=weight, deadline_s=deadline_s, late=late_policy)
+            for source_name, version, weight, deadline_s, late_policy in source_rows
+        ]
 
     @retried
     def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
         """At most `limit` ids of turns that `source` has yet to score, oldest first, without those in `skip`. A turn is
         among them as soon as its environment has answered; with `settled`, as soon as its role has acted again, or the
         episode was played to its end."""
-        left_out = frozenset(skip)
+        skipped_ids = frozenset(skip)
         with self._db.read():
-            rows = self._db.rows(
+            turn_keys = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
                 " JOIN steps s ON s.turn_id = t.id WHERE u.source = ?"
                 f" AND ({_SETTLED if settled else 'TRUE'}) ORDER BY u.turn_id LIMIT ?",
                 # Filtered here and not in SQL: the ids to skip are those that the source works on now, a few, and a
                 # list of another length would be another statement for the server to prepare.
-                (source, limit + len(left_out)),
+                (source, limit + len(skipped_ids)),
             )
-        ids = (turn_id(*row) for row in rows)
-        return [id for id in ids if id not in left_out][:limit]
+        candidate_ids = (turn_id(*turn_key) for turn_key in turn_keys)
+        return [candidate_id for candidate_id in candidate_ids if candidate_id not in skipped_ids][:limit]
 
     @retried
     def score(
@@ -130,24 +133,24 @@ class Scores(StorePart):
         if abs(value) > LARGEST:
             raise StoreError(f"turn {turn}: {source!r} gave {value:g}: give a number within {LARGEST:g} of 0")
         with self._db.write():
-            row_id, episode_id = turn_row(self._db, turn)
-            declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
-            declared_version = 1 if declared is None else declared[0]
+            turn_row_id, episode_id = turn_row(self._db, turn)
+            declared_row = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
+            declared_version = 1 if declared_row is None else declared_row[0]
             version = declared_version if version is None else version
-            waited = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
-            counts = waited is not None and version == declared_version
-            written = self._db.execute(
+            waiting_row = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, turn_row_id))
+            is_counted = waiting_row is not None and version == declared_version
+            insertion = self._db.execute(
                 "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
+                (turn_row_id, source, version, float(value), is_counted, self._db.clock(), took_s, cost),
             )
             # A source that timed out and tries again gets False and no error: its first call may have arrived. To take
             # the second value would let a judge that is asked twice choose between two answers.
-            if written.rowcount == 0:
+            if insertion.rowcount == 0:
                 return False
-            if counts:
+            if is_counted:
                 if columns:
-                    self._annotate(row_id, turn, columns)
-                self._db.execute("DELETE FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
+                    self._annotate(turn_row_id, turn, columns)
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND turn_id = ?", (source, turn_row_id))
                 self._end_if_scored(episode_id)
         return True
 
@@ -158,44 +161,46 @@ class Scores(StorePart):
         with self._db.read():
             if not self._late(now):
                 return {}
-        expired: dict[str, list[int]] = {}
+        expired_episodes: dict[str, list[int]] = {}
         with self._db.write():
             # The query puts `drop` first. An episode may be late with several sources, and one that says "drop" must
             # not come after another has already ended the episode as scored (law 3).
-            for episode_id, source, late, deadline_s in self._late(now):
+            for episode_id, source_name, late_policy, deadline_s in self._late(now):
                 if held_ending(self._db, episode_id) is None:
                     continue  # another source has dropped it
-                expired.setdefault(source, []).append(episode_id)
-                if late == "drop":
-                    detail = f"reward source {source!r} did not score all turns within {deadline_s:g} s of the end"
-                    failed = Ending(stop_reason=StopReason.ENV_FAILED, detail=detail)
-                    end_as(self._db, episode_id, failed, self._db.clock())
+                expired_episodes.setdefault(source_name, []).append(episode_id)
+                if late_policy == "drop":
+                    failure_detail = (
+                        f"reward source {source_name!r} did not score all turns within {deadline_s:g} s of the end"
+                    )
+                    failed_ending = Ending(stop_reason=StopReason.ENV_FAILED, detail=failure_detail)
+                    end_as(self._db, episode_id, failed_ending, self._db.clock())
                     continue
-                if late == "neutral":
+                if late_policy == "neutral":
                     self._db.execute(
                         "UPDATE rewards SET counts = 0 WHERE source = ?1 AND turn_id IN (SELECT t.id FROM turns t"
                         " JOIN episodes e ON e.id = t.episode_id AND e.trial = t.trial WHERE e.id = ?2)",
-                        (source, episode_id),
+                        (source_name, episode_id),
                     )
-                self._db.execute("DELETE FROM unscored WHERE source = ? AND episode_id = ?", (source, episode_id))
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND episode_id = ?", (source_name, episode_id))
                 self._end_if_scored(episode_id)
-        return expired
+        return expired_episodes
 
     @retried
     def episodes_unscored(self) -> dict[str, int]:
         """How many episodes were played to their end and wait for a source, by its name."""
         with self._db.read():
-            rows = self._db.rows(
+            count_rows = self._db.rows(
                 "SELECT u.source, COUNT(DISTINCT u.episode_id) FROM unscored u"
                 " JOIN endings h ON h.episode_id = u.episode_id GROUP BY u.source ORDER BY u.source"
             )
-        return dict(rows)
+        return dict(count_rows)
 
     @retried
     def recorded(self, source: str | None = None) -> list[Scored]:
         """The scores of one source, or of all, in the order of turns."""
         with self._db.read():
-            rows = self._db.rows(
+            score_rows = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx, r.source, r.version, r.value, r.counts, r.time_s, r.took_s,"
                 " r.cost FROM rewards r JOIN turns t ON t.id = r.turn_id WHERE r.source = COALESCE(?, r.source)"
                 " ORDER BY t.episode_id, t.trial, t.idx, r.source, r.version",
@@ -203,8 +208,8 @@ class Scores(StorePart):
             )
         return [
             Scored(
-                turn_id=turn_id(episode_id, trial, index),
-                source=name,
+                turn_id=turn_id(episode_id, trial, turn_index),
+                source=source_name,
                 version=version,
                 value=value,
                 counts=bool(counts),
@@ -212,15 +217,15 @@ class Scores(StorePart):
                 took_s=took_s,
                 cost=cost,
             )
-            for episode_id, trial, index, name, version, value, counts, time_s, took_s, cost in rows
+            for episode_id, trial, turn_index, source_name, version, value, counts, time_s, took_s, cost in score_rows
         ]
 
     def _annotate(self, row_id: int, turn: str, columns: Columns) -> None:
         """Keep columns with the tokens of a turn; of several under one name, the first stays."""
-        blob = self._db.row("SELECT data FROM tokens WHERE turn_id = ?", (row_id,))
-        if blob is not None:
-            data = with_columns(blob[0], columns, f"turn {turn}")
-            self._db.execute("UPDATE tokens SET data = ? WHERE turn_id = ?", (data, row_id))
+        token_row = self._db.row("SELECT data FROM tokens WHERE turn_id = ?", (row_id,))
+        if token_row is not None:
+            annotated_tokens = with_columns(token_row[0], columns, f"turn {turn}")
+            self._db.execute("UPDATE tokens SET data = ? WHERE turn_id = ?", (annotated_tokens, row_id))
 
     def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
         return self._db.rows(  # pyright: ignore[reportReturnType]
@@ -232,25 +237,27 @@ class Scores(StorePart):
 
     def _end_if_scored(self, episode_id: int) -> None:
         """End a held episode as it was played, once it waits for no source."""
-        ending = held_ending(self._db, episode_id)
-        waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
-        if ending is not None and waits is None:
-            end_as(self._db, episode_id, ending, self._db.clock())
+        played_ending = held_ending(self._db, episode_id)
+        unscored_row = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
+        if played_ending is not None and unscored_row is None:
+            end_as(self._db, episode_id, played_ending, self._db.clock())
 
 
 def read_turn_id(id: str) -> tuple[int, int, int]:
     """The episode, trial and index of a turn. Raises StoreError."""
     try:
-        episode_id, trial, index = map(int, id.split("."))
+        episode_id, trial, turn_index = map(int, id.split("."))
     except ValueError:
         raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
-    return episode_id, trial, index
+    return episode_id, trial, turn_index
 
 
 def turn_row(db: Database, id: str) -> tuple[int, int]:
     """The row id of a turn and the id of its episode, inside a transaction. Raises StoreError."""
-    episode_id, trial, index = read_turn_id(id)
-    row = db.row("SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index))
-    if row is None:
+    episode_id, trial, turn_index = read_turn_id(id)
+    matching_row = db.row(
+        "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, turn_index)
+    )
+    if matching_row is None:
         raise StoreError(f"{db.path} has no turn {id}")
-    return row[0], episode_id
+    return matching_row[0], episode_id

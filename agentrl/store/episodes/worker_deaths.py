@@ -65,34 +65,40 @@ class Deaths(StorePart):
         at the same turn in `max_deaths` deaths, or twice as many if others may have caused the last one, ends as
         `env_failed`, and its task is quarantined."""
         with self._db.write():
-            aboard = self._aboard(worker)
+            aboard_episodes = self._aboard(worker)
             self._db.execute(
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
                 " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
                 (worker,),
             )
             self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
-            stuck = [episode for episode in aboard if episode.stuck]
-            beside = [episode for episode in aboard if episode.in_env and not episode.stuck]
+            stuck_episodes = [episode for episode in aboard_episodes if episode.stuck]
+            other_suspects = [episode for episode in aboard_episodes if episode.in_env and not episode.stuck]
             # If nothing shows who did it, because no environment was at work and nobody has died here before, all share
             # the suspicion. Suspecting nobody would let a task that kills its worker between two turns go on for ever.
             # Those that are innocent are cleared by their next turn.
-            blamed = stuck + beside or aboard
-            for episode in aboard:
-                deaths = (episode.deaths if episode.stuck else 0) + (episode in blamed)
+            blamed_episodes = stuck_episodes + other_suspects or aboard_episodes
+            for episode in aboard_episodes:
+                death_count = (episode.deaths if episode.stuck else 0) + (episode in blamed_episodes)
                 # The furthest turn, not the last: an episode that begins anew each time and dies earlier than before
                 # has not got on.
-                died_at = max(episode.turns, episode.died_at) if deaths else None
+                furthest_turn = max(episode.turns, episode.died_at) if death_count else None
                 self._db.execute(
-                    "UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, episode.id)
+                    "UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (death_count, furthest_turn, episode.id)
                 )
-            proof = 2 * max_deaths if beside else max_deaths
-            guilty = {
-                episode.id: episode.deaths + 1 for episode in aboard if episode.stuck and episode.deaths + 1 >= proof
+            conclusive_deaths = 2 * max_deaths if other_suspects else max_deaths
+            deaths_by_guilty = {
+                episode.id: episode.deaths + 1
+                for episode in aboard_episodes
+                if episode.stuck and episode.deaths + 1 >= conclusive_deaths
             }
-            for id, deaths in guilty.items():
-                self._quarantine(id, deaths)
-        return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
+            for guilty_id, death_count in deaths_by_guilty.items():
+                self._quarantine(guilty_id, death_count)
+        return Released(
+            episodes=len(aboard_episodes) - len(deaths_by_guilty),
+            quarantined=tuple(deaths_by_guilty),
+            foretold=bool(stuck_episodes),
+        )
 
     @retried
     def release_all(self) -> int:
@@ -110,10 +116,10 @@ class Deaths(StorePart):
             # The time while nobody ran counts against nobody (law 3): a source could not have scored anything while the
             # run was down, and a deadline that went on would drop every episode that waited for it.
             self._db.execute("UPDATE endings SET time_s = ?", (self._db.clock(),))
-            cursor = self._db.execute(
+            episode_update = self._db.execute(
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder IS NOT NULL"
             )
-        return cursor.rowcount
+        return episode_update.rowcount
 
     @retried
     def shift_deadlines(self, by_s: float) -> None:
@@ -127,18 +133,18 @@ class Deaths(StorePart):
     def quarantined(self) -> list[Quarantined]:
         """The tasks that are not admitted again, in the order of their detection."""
         with self._db.read():
-            rows = self._db.rows(
+            quarantine_rows = self._db.rows(
                 "SELECT g.task, q.episode_id, q.reason, q.time_s FROM quarantine q"
                 " JOIN episodes e ON e.id = q.episode_id JOIN groups g ON g.id = e.group_id"
                 " ORDER BY q.time_s, q.episode_id"
             )
         return [
-            Quarantined(task=unpack_task(task), episode_id=id, reason=reason, time_s=time_s)
-            for task, id, reason, time_s in rows
+            Quarantined(task=unpack_task(packed_task), episode_id=episode_id, reason=reason, time_s=time_s)
+            for packed_task, episode_id, reason, time_s in quarantine_rows
         ]
 
     def _aboard(self, worker: str) -> list[Aboard]:
-        rows = self._db.rows(
+        episode_rows = self._db.rows(
             "SELECT e.id, e.deaths, COALESCE(e.died_at, 0), COUNT(t.id),"
             " e.start IS NULL OR COUNT(t.id) > COUNT(s.turn_id)"
             " FROM leases l CROSS JOIN episodes e ON e.holder = l.holder"
@@ -147,28 +153,30 @@ class Deaths(StorePart):
             (worker,),
         )
         return [
-            Aboard(id=id, deaths=deaths, died_at=died_at, turns=turns, in_env=bool(in_env))
-            for id, deaths, died_at, turns, in_env in rows
+            Aboard(id=episode_id, deaths=death_count, died_at=died_at, turns=turn_count, in_env=bool(is_in_env))
+            for episode_id, death_count, died_at, turn_count, is_in_env in episode_rows
         ]
 
     def _quarantine(self, episode_id: int, deaths: int) -> None:
         """End the episode and keep its task out. Its siblings, which share the task, stay under suspicion."""
-        now = self._db.clock()
-        row = self._db.row(
+        quarantined_s = self._db.clock()
+        group_row = self._db.row(
             "SELECT g.id, g.task, e.died_at FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
             (episode_id,),
         )
-        assert row is not None
-        group_id, packed, turns = row
-        task = unpack_task(packed)
-        reason = f"{task.env}, seed {task.seed}: {deaths} workers in a row died of it after {turns} turns"
-        end_episode(self._db, episode_id, "finished", StopReason.ENV_FAILED, now)
+        assert group_row is not None
+        group_id, packed_task, turn_count = group_row
+        guilty_task = unpack_task(packed_task)
+        reason = (
+            f"{guilty_task.env}, seed {guilty_task.seed}: {deaths} workers in a row died of it after {turn_count} turns"
+        )
+        end_episode(self._db, episode_id, "finished", StopReason.ENV_FAILED, quarantined_s)
         self._db.execute("UPDATE episodes SET detail = ? WHERE id = ?", (reason, episode_id))
         self._db.execute(
             "INSERT INTO quarantine VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (pack_identity(task), episode_id, reason, now),
+            (pack_identity(guilty_task), episode_id, reason, quarantined_s),
         )
-        close_if_ended(self._db, group_id, now)
+        close_if_ended(self._db, group_id, quarantined_s)
         # With the culprit known, the others were only passengers. Their siblings by task stay suspects, since they are
         # about to do the very same thing.
         self._clear(group_id)
