@@ -170,31 +170,31 @@ class RunStore(Closing):
     ) -> RunStore:
         """A new store holding the run's configuration: at `path`, or in the PostgreSQL database at `url`, and then
         `path` is the address file that says so. Raises UsageError if there is a run at `path` already."""
-        db = connect(Path(path), clock=clock, create=True, url=url)
+        database = connect(Path(path), clock=clock, create=True, url=url)
         try:
             # In one transaction with the tables: a process killed between the two would leave a store that nobody can
             # resume, since it has no configuration, and nobody can begin, since it has tables.
-            db.prepare(create=True, first=lambda: db.execute(FIRST_META, (config_json,)))
+            database.prepare(create=True, first=lambda: database.execute(FIRST_META, (config_json,)))
         except BaseException:
-            db.close()
+            database.close()
             raise
-        return cls(db)
+        return cls(database)
 
     @classmethod
     def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`. `away_s`: how long a call waits for a database that is away, in seconds; opening it
         never does. Raises UsageError if there is none, FormatError if it has another schema, StoreAway if the database
         does not answer, StoreError if the file is something else."""
-        db = connect(Path(path), clock=clock)
+        database = connect(Path(path), clock=clock)
         try:
             # Not retried as later calls are: whoever opens a store has just typed its address, and should read at once
             # that nobody answers there.
-            db.prepare(create=False)
+            database.prepare(create=False)
         except BaseException:
-            db.close()
+            database.close()
             raise
-        db.waiting.away_s = db.waiting.away_s if away_s is None else away_s
-        return cls(db)
+        database.waiting.away_s = database.waiting.away_s if away_s is None else away_s
+        return cls(database)
 
     def hurry(self, busy_s: float) -> None:
         """From now on wait no longer than `busy_s` seconds for another process's write lock, or for a database that is
@@ -206,9 +206,9 @@ class RunStore(Closing):
         """Have the database check all of the store: a page that changed would be noticed by whoever reads it, or by
         nobody. Raises StoreDamaged."""
         with self._db.read():
-            faults = self._db.upkeep.faults()
-        if faults:
-            raise damaged(self.path, ValueError(faults[0]))
+            fault_messages = self._db.upkeep.faults()
+        if fault_messages:
+            raise damaged(self.path, ValueError(fault_messages[0]))
 
     @property
     def waits(self) -> bool:
@@ -222,9 +222,9 @@ class RunStore(Closing):
         reads of a program with a loop (see `async_calls`).
 
         Raises UsageError if there is none, FormatError if it has another schema, StoreAway."""
-        db = look(Path(path), clock=clock)
-        db.waiting.away_s = db.waiting.away_s if away_s is None else away_s
-        return cls(db)
+        database = look(Path(path), clock=clock)
+        database.waiting.away_s = database.waiting.away_s if away_s is None else away_s
+        return cls(database)
 
     @retried
     def now(self) -> float:
@@ -260,17 +260,17 @@ class RunStore(Closing):
     def wait_for_work(self, role: Role, timeout_s: float) -> None:
         """Block until there may be work for `role` that was not there when this last returned, or until the timeout.
         A trio program uses `agentrl.store.async_calls`."""
-        signal, until = self.signal(role), time.monotonic() + timeout_s
-        while not signal.changed() and (left_s := until - time.monotonic()) > 0:
-            wakes = [] if signal.wakes is None else [signal.wakes]
+        work_signal, deadline_s = self.signal(role), time.monotonic() + timeout_s
+        while not work_signal.changed() and (left_s := deadline_s - time.monotonic()) > 0:
+            descriptors = [] if work_signal.wakes is None else [work_signal.wakes]
             # Not `select`, which fails for descriptors above 1023: a process with a few hundred sandboxes has
             # thousands. SQLite gives no descriptor at all, and then this line only sleeps.
-            connection.wait(wakes, min(signal.pause_s, left_s))
+            connection.wait(descriptors, min(work_signal.pause_s, left_s))
 
     def close(self) -> None:
         """Close this process's handle; no call may follow."""
-        for signal in self._signals.values():
-            signal.close()
+        for open_signal in self._signals.values():
+            open_signal.close()
         self._db.close()
 
     @property
@@ -282,8 +282,8 @@ class RunStore(Closing):
     def meta(self, key: str) -> str | None:
         """A value that the run's processes agree on; None if nobody set it. "config" is the run's configuration."""
         with self._db.read():
-            row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
-        return None if row is None else row[0]
+            meta_row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
+        return None if meta_row is None else meta_row[0]
 
     @retried
     def set_meta(self, key: str, value: str) -> None:
@@ -297,10 +297,10 @@ class RunStore(Closing):
         """Set a value that is `before` now ("": nobody set it, or set it to nothing); returns whether it was."""
         with self._db.write():
             check_lead(self._db)
-            row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
+            meta_row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
             # Compared and set under one write lock. With a read before a `set_meta`, two commands of a user that come
             # together would both believe that theirs was the change.
-            if ("" if row is None else row[0]) != before:
+            if ("" if meta_row is None else meta_row[0]) != before:
                 return False
             self._db.execute(SET_META, (key, value))
         return True

@@ -86,10 +86,10 @@ class Newest(Generic[_T]):
         reads_before = self._begun
         async with self._turn:
             if self._done <= reads_before:
-                self._begun = number = self._begun + 1
+                self._begun = read_number = self._begun + 1
                 with suppress(StoreAway):
                     self._last = await self._read()
-                self._done = number
+                self._done = read_number
         return self._last
 
 
@@ -108,15 +108,15 @@ class Waiting:
         self._looks: dict[Role, _Looking] = {}
 
     async def __call__(self, role: Role, timeout_s: float) -> None:
-        signal = self._store.signal(role)
-        looking = self._looks.setdefault(role, _Looking(signal))
+        work_signal = self._store.signal(role)
+        looking = self._looks.setdefault(role, _Looking(work_signal))
         with trio.move_on_after(timeout_s):
             # Two counters, and not one flag: several tasks of a process may wait for the same role, and a flag would be
             # consumed by the first of them while the others sleep on.
-            reported = looking.reported
-            while await looking() <= reported:  # other processes write, and no event of ours shows it
-                with trio.move_on_after(signal.pause_s):
-                    await _woken(signal.wakes)
+            changes_seen = looking.reported
+            while await looking() <= changes_seen:  # other processes write, and no event of ours shows it
+                with trio.move_on_after(work_signal.pause_s):
+                    await _woken(work_signal.wakes)
             looking.reported = looking.changes
 
 

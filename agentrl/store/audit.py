@@ -57,7 +57,7 @@ class AuditReport:
     def to_json(self) -> str:
         """The whole report as JSON. It lists every kind of breach, also those with count 0."""
         document = {"ok": self.ok, **asdict(self)}
-        document["breaches"] = {kind: self.breaches.get(kind, 0) for kind in KINDS}
+        document["breaches"] = {breach_kind: self.breaches.get(breach_kind, 0) for breach_kind in KINDS}
         return json.dumps(document, indent=2)
 
     def breach(self, kind: str, detail: str) -> None:
@@ -101,8 +101,8 @@ _ENV_ENDED = {"done", "truncated"}
 def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
     """Check every law that the store's rows can show, and the checkpoint folders that still exist: those that the store
     knows and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
-    db, report = store._db, AuditReport()  # pyright: ignore[reportPrivateUsage]
-    checks: Iterable[Callable[[Database, AuditReport], None]] = (
+    database, report = store._db, AuditReport()  # pyright: ignore[reportPrivateUsage]
+    law_checks: Iterable[Callable[[Database, AuditReport], None]] = (
         _count,
         _check_owners,
         _check_turns,
@@ -116,33 +116,35 @@ def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
     )
     # One transaction for all checks. With one for each, an episode that ends between two of them would look like a
     # count that disagrees with its rows, and a live run could never be audited.
-    with db.read():
-        for check in checks:
-            check(db, report)
-        _check_checkpoints(db, report, checkpoints)
+    with database.read():
+        for check_law in law_checks:
+            check_law(database, report)
+        _check_checkpoints(database, report, checkpoints)
     return report
 
 
 def _count(db: Database, report: AuditReport) -> None:
-    groups: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for purpose, state, n in db.rows("SELECT purpose, state, COUNT(*) FROM groups GROUP BY 1, 2"):
-        groups[purpose][state] = n
-    counters: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for purpose, state, n in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
-        counters[purpose][state] = n
-    endings = db.rows(
+    counts_by_purpose: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, group_state, row_count in db.rows("SELECT purpose, state, COUNT(*) FROM groups GROUP BY 1, 2"):
+        counts_by_purpose[purpose][group_state] = row_count
+    counters_by_purpose: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, group_state, row_count in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
+        counters_by_purpose[purpose][group_state] = row_count
+    ending_rows = db.rows(
         "SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason IS NOT NULL GROUP BY 1, 2"
     )
-    counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts WHERE n <> 0 GROUP BY 1, 2")
-    if sorted(endings) != sorted(counted):
-        report.breach("bookkeeping", f"episodes ended as {endings}, counted as {counted}")
-    if groups != counters:
-        report.breach("bookkeeping", f"groups by state are {dict(groups)}, counted as {dict(counters)}")
-    report.groups = dict(groups)
+    counted_endings = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts WHERE n <> 0 GROUP BY 1, 2")
+    if sorted(ending_rows) != sorted(counted_endings):
+        report.breach("bookkeeping", f"episodes ended as {ending_rows}, counted as {counted_endings}")
+    if counts_by_purpose != counters_by_purpose:
+        report.breach(
+            "bookkeeping", f"groups by state are {dict(counts_by_purpose)}, counted as {dict(counters_by_purpose)}"
+        )
+    report.groups = dict(counts_by_purpose)
     report.episodes = dict(db.rows("SELECT state, COUNT(*) FROM episodes GROUP BY 1"))
     report.drops = {
-        str(reason): n
-        for reason, n in db.rows(
+        str(drop_reason): row_count
+        for drop_reason, row_count in db.rows(
             "SELECT reason, COUNT(*) FROM groups WHERE purpose = 'train' AND state IN ('expired', 'failed') GROUP BY 1"
         )
     }
@@ -171,16 +173,18 @@ _OWNERS = (
 
 def _check_owners(db: Database, report: AuditReport) -> None:
     for table, column, owner in _OWNERS:
-        for (missing,) in db.rows(
+        for (missing_id,) in db.rows(
             f"SELECT DISTINCT c.{column} FROM {table} c LEFT JOIN {owner} o ON o.id = c.{column} WHERE o.id IS NULL"
         ):
-            report.breach("orphan_row", f"{table}: {column} {missing} is no row of {owner}")
-    for group_id, size, n, members in db.rows(
+            report.breach("orphan_row", f"{table}: {column} {missing_id} is no row of {owner}")
+    for group_id, group_size, episode_count, member_count in db.rows(
         "SELECT g.id, g.size, COUNT(e.id), COUNT(DISTINCT e.member) FROM groups g"
         " LEFT JOIN episodes e ON e.group_id = g.id GROUP BY g.id HAVING COUNT(e.id) <> g.size"
         " OR COUNT(DISTINCT e.member) <> g.size OR MIN(e.member) <> 0 OR MAX(e.member) <> g.size - 1"
     ):
-        report.breach("orphan_row", f"group {group_id} of {size} has {n} episodes, {members} members")
+        report.breach(
+            "orphan_row", f"group {group_id} of {group_size} has {episode_count} episodes, {member_count} members"
+        )
 
 
 def _check_turns(db: Database, report: AuditReport) -> None:
@@ -188,7 +192,7 @@ def _check_turns(db: Database, report: AuditReport) -> None:
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     # Streamed in the order of the turns, so that a run of millions of turns is audited in constant memory. That order
     # is also what lets a gap, or an answer that is missing, show as a difference from the row before.
-    rows = db.execute(
+    turn_rows = db.execute(
         "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, t.learns,"
         " k.data, s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
         " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
@@ -196,33 +200,35 @@ def _check_turns(db: Database, report: AuditReport) -> None:
         " ORDER BY t.episode_id, t.trial, t.idx"
     )
     trial_under_check: tuple[int, int] | None = None
-    expected, answered = 0, True
-    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, learns, blob, *rest in rows:
-        has_step, last_trial, dropped = rest
-        where = f"episode {episode}, trial {trial}, turn {index}"
+    expected_index, is_answered = 0, True
+    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, learns, blob, *others in turn_rows:
+        has_step, last_trial, tokens_dropped = others
+        turn_label = f"episode {episode}, trial {trial}, turn {index}"
         if (episode, trial) != trial_under_check:
-            trial_under_check, expected, answered = (episode, trial), 0, True
-        if index != expected:
-            report.breach("turns_lost", f"{where}: turn {expected} is missing")
-        if not answered:
-            report.breach("turns_lost", f"{where}: the turn before it has no answer of the environment")
+            trial_under_check, expected_index, is_answered = (episode, trial), 0, True
+        if index != expected_index:
+            report.breach("turns_lost", f"{turn_label}: turn {expected_index} is missing")
+        if not is_answered:
+            report.breach("turns_lost", f"{turn_label}: the turn before it has no answer of the environment")
         if parent is not None and not 0 <= parent < index:
-            report.breach("turns_lost", f"{where}: extends turn {parent}")
+            report.breach("turns_lost", f"{turn_label}: extends turn {parent}")
         if last_trial is not None and trial > last_trial:
-            report.breach("turns_lost", f"{where}: the episode has only come to trial {last_trial}")
-        expected, answered = index + 1, bool(has_step)
+            report.breach("turns_lost", f"{turn_label}: the episode has only come to trial {last_trial}")
+        expected_index, is_answered = index + 1, bool(has_step)
         report.turns += 1
         report.tokens += n_tokens
         report.turns_set_aside += last_trial is not None and trial < last_trial
-        made_at = _check_spans(report, where, json.loads(spans), n_tokens, steps_of if learns else None)
-        if made_at != oldest:
-            report.breach("bookkeeping", f"{where}: oldest token is of step {made_at}, written down as {oldest}")
-        if blob is None and not dropped:
-            report.breach("tokens_incomplete", f"{where}: token ids and log-probs are missing")
+        oldest_step = _check_spans(report, turn_label, json.loads(spans), n_tokens, steps_of if learns else None)
+        if oldest_step != oldest:
+            report.breach(
+                "bookkeeping", f"{turn_label}: oldest token is of step {oldest_step}, written down as {oldest}"
+            )
+        if blob is None and not tokens_dropped:
+            report.breach("tokens_incomplete", f"{turn_label}: token ids and log-probs are missing")
         if blob is not None:
             fault = _fault_of(blob, n_prompt, n_tokens)
             if fault:
-                report.breach("tokens_incomplete", f"{where}: {fault}")
+                report.breach("tokens_incomplete", f"{turn_label}: {fault}")
 
 
 def _check_spans(
@@ -231,14 +237,16 @@ def _check_spans(
     """Check that each token of a turn has one known version; return the step of the oldest one. `steps_of` is None for
     a turn of a frozen policy, whose versions are not the run's."""
     # Token by token, not by the sum of lengths: two spans that overlap beside a gap of the same length would add up.
-    covered = [token for _, start, end, *_ in spans for token in range(start, end)]
-    if covered != list(range(n_tokens)):
+    covered_positions = [
+        token_position for _, span_start, span_end, *_ in spans for token_position in range(span_start, span_end)
+    ]
+    if covered_positions != list(range(n_tokens)):
         report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
     if steps_of is None:
         return None
-    unknown = sorted({version for version, *_ in spans if version not in steps_of})
-    if unknown:
-        report.breach("tokens_incomplete", f"{where}: versions {unknown} were never minted")
+    unknown_versions = sorted({version for version, *_ in spans if version not in steps_of})
+    if unknown_versions:
+        report.breach("tokens_incomplete", f"{where}: versions {unknown_versions} were never minted")
     return min((steps_of[version] for version, *_ in spans if version in steps_of), default=None)
 
 
@@ -247,73 +255,75 @@ def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
     try:
         # The layout is read here a second time, on purpose. `codec.unpack_tokens` would read a wrong offset back
         # exactly as `codec.pack_tokens` wrote it.
-        data = zstandard.ZstdDecompressor().decompress(blob)
-        width, p, t = struct.unpack_from("<BII", data)
-        if (p, t) != (n_prompt, n_tokens):
-            return f"holds {p} prompt and {t} sampled tokens, should hold {n_prompt} and {n_tokens}"
-        logprobs = struct.unpack_from(f"<{t}{'f' if width == 4 else 'd'}", data, 9 + 4 * (p + t))
-        end = 9 + 4 * (p + t) + width * t
-        while end < len(data):  # named columns
-            end += 1 + data[end]
-            end += 5 + struct.unpack_from("<BI", data, end)[1]
+        unpacked_blob = zstandard.ZstdDecompressor().decompress(blob)
+        logprob_bytes, prompt_count, token_count = struct.unpack_from("<BII", unpacked_blob)
+        if (prompt_count, token_count) != (n_prompt, n_tokens):
+            return (
+                f"holds {prompt_count} prompt and {token_count} sampled tokens, should hold {n_prompt} and {n_tokens}"
+            )
+        logprobs = struct.unpack_from(
+            f"<{token_count}{'f' if logprob_bytes == 4 else 'd'}", unpacked_blob, 9 + 4 * (prompt_count + token_count)
+        )
+        column_end = 9 + 4 * (prompt_count + token_count) + logprob_bytes * token_count
+        while column_end < len(unpacked_blob):  # named columns
+            column_end += 1 + unpacked_blob[column_end]
+            column_end += 5 + struct.unpack_from("<BI", unpacked_blob, column_end)[1]
     except (zstandard.ZstdError, struct.error) as error:
         return f"cannot be unpacked: {error}"
-    if end != len(data):
-        return f"is {len(data)} bytes long, should be {end}"
+    if column_end != len(unpacked_blob):
+        return f"is {len(unpacked_blob)} bytes long, should be {column_end}"
     return None if all(map(math.isfinite, logprobs)) else "has a log-prob that is not finite"
 
 
 def _check_ends(db: Database, report: AuditReport) -> None:
     """Check that an ended episode's recorded length is that of its rows, and that groups end with their members."""
-    ended = db.rows(
+    ended_rows = db.rows(
         "SELECT e.id, e.stop_reason, e.n_turns, e.n_tokens, COUNT(t.id), COALESCE(SUM(t.n_tokens), 0),"
         " COUNT(t.id) - COUNT(s.turn_id) FROM episodes e"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
         " WHERE e.state IN ('finished', 'expired') GROUP BY e.id"
     )
-    for episode, stop_reason, ended_turns, ended_tokens, turns, tokens, unanswered in ended:
-        if (ended_turns, ended_tokens) != (turns, tokens):
-            report.breach(
-                "turns_lost",
-                f"episode {episode} ended with {ended_turns} turns, {ended_tokens} tokens; {turns}, {tokens} are there",
-            )
+    for episode_id, stop_reason, ended_turns, ended_tokens, turn_count, token_count, unanswered in ended_rows:
+        if (ended_turns, ended_tokens) != (turn_count, token_count):
+            recorded_length = f"episode {episode_id} ended with {ended_turns} turns, {ended_tokens} tokens"
+            report.breach("turns_lost", f"{recorded_length}; {turn_count}, {token_count} are there")
         if stop_reason is None:
-            report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
+            report.breach("bookkeeping", f"episode {episode_id} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
-            report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
+            report.breach("turns_lost", f"episode {episode_id}: {stop_reason} without its environment's last answer")
     # Rows that an ending should have deleted do no harm to training. They are reported since they show an ending that
     # was not one transaction, and since snapshots are large: a leak of them fills the disk of a long run.
-    for table, leftover in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
-        ids = f"SELECT DISTINCT episode_id FROM {table}"
-        for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({ids})"):
-            report.breach("bookkeeping", f"episode {episode} ended with {leftover}")
-    for (episode,) in db.rows(
+    for table_name, leftover in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
+        episodes_query = f"SELECT DISTINCT episode_id FROM {table_name}"
+        for (episode_id,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({episodes_query})"):
+            report.breach("bookkeeping", f"episode {episode_id} ended with {leftover}")
+    for (episode_id,) in db.rows(
         "SELECT h.episode_id FROM endings h JOIN episodes e ON e.id = h.episode_id"
         " WHERE e.state IN ('finished', 'expired')"
         " OR NOT EXISTS (SELECT 1 FROM unscored u WHERE u.episode_id = h.episode_id)"
     ):
-        report.breach("episode_held", f"episode {episode} has ended or waits for no source, and is held")
-    for episode, source in db.rows(
+        report.breach("episode_held", f"episode {episode_id} has ended or waits for no source, and is held")
+    for episode_id, source_name in db.rows(
         "SELECT DISTINCT t.episode_id, r.source FROM rewards r JOIN turns t ON t.id = r.turn_id"
         " JOIN unscored u ON u.turn_id = r.turn_id AND u.source = r.source WHERE r.counts = 1"
     ):
-        report.breach("bookkeeping", f"episode {episode}: {source} has scored a turn that still waits for it")
-    stuck = db.rows(
+        report.breach("bookkeeping", f"episode {episode_id}: {source_name} has scored a turn that still waits for it")
+    group_rows = db.rows(
         "SELECT g.id, g.state, COUNT(*) FILTER (WHERE e.late = 0 AND e.state IN ('waiting', 'running')),"
         " COUNT(*) FILTER (WHERE e.state = 'running'),"
         " SUM(e.late) FROM groups g JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
     )
-    for group, state, unfinished, running, late in stuck:
-        group_open = state in ("waiting", "running")
-        if group_open != bool(unfinished) or (state == "waiting" and running):
-            report.breach("group_stuck", f"group {group} is {state} with {unfinished} members not ended")
-        if group_open and late:
-            report.breach("group_stuck", f"group {group} is {state}, and {late} of its members are late")
+    for group_id, group_state, unfinished, running_count, late_count in group_rows:
+        group_open = group_state in ("waiting", "running")
+        if group_open != bool(unfinished) or (group_state == "waiting" and running_count):
+            report.breach("group_stuck", f"group {group_id} is {group_state} with {unfinished} members not ended")
+        if group_open and late_count:
+            report.breach("group_stuck", f"group {group_id} is {group_state}, and {late_count} of its members are late")
 
 
 def _check_forks(db: Database, report: AuditReport) -> None:
     """Check that the turns of a fork before its own are those of its origin, and are context only."""
-    for episode, trial, fork_turn, learned, n, other in db.rows(
+    for episode_id, trial, fork_turn, trained_turn, turn_count, differing_turn in db.rows(
         "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns = 1, t.idx, NULL)), COUNT(t.id),"
         " MIN(iif(g.fork_of IS NOT NULL AND (o.id IS NULL"
         " OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS DISTINCT FROM (o.text, o.spans, o.n_prompt, o.n_tokens)"
@@ -324,44 +334,55 @@ def _check_forks(db: Database, report: AuditReport) -> None:
         " LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN tokens l ON l.turn_id = o.id"
         " WHERE g.fork_turn IS NOT NULL GROUP BY e.id, g.id"
     ):
-        where = f"episode {episode}, a fork"
-        if learned is not None:
-            report.breach("fork_broken", f"{where}, trains turn {learned} of its origin")
-        if other is not None:
-            report.breach("fork_broken", f"{where}: its turn {other} is not that of its origin")
-        if trial or n != fork_turn:
-            report.breach("fork_broken", f"{where} at turn {fork_turn}, has {n} turns of its origin or was begun anew")
+        fork_label = f"episode {episode_id}, a fork"
+        if trained_turn is not None:
+            report.breach("fork_broken", f"{fork_label}, trains turn {trained_turn} of its origin")
+        if differing_turn is not None:
+            report.breach("fork_broken", f"{fork_label}: its turn {differing_turn} is not that of its origin")
+        if trial or turn_count != fork_turn:
+            report.breach(
+                "fork_broken",
+                f"{fork_label} at turn {fork_turn}, has {turn_count} turns of its origin or was begun anew",
+            )
 
 
 def _check_lineage(db: Database, report: AuditReport) -> None:
-    live: defaultdict[int, list[int]] = defaultdict(list)
+    steps_by_episode: defaultdict[int, list[int]] = defaultdict(list)
     for episode, step in db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"):
-        live[episode].append(step)
-    for episode, steps in live.items():
-        if len(steps) > 1:
-            report.breach("trained_twice", f"episode {episode}: in the loss of steps {sorted(steps)}")
-    safe = db.rows("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")[0][0]
+        steps_by_episode[episode].append(step)
+    for episode, trained_steps in steps_by_episode.items():
+        if len(trained_steps) > 1:
+            report.breach("trained_twice", f"episode {episode}: in the loss of steps {sorted(trained_steps)}")
+    saved_step = db.rows("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")[0][0]
     trained_of: defaultdict[int, set[int]] = defaultdict(set)  # group -> steps that trained a member of it
     for episode, group, state, stop_reason, outcome, late, taken_step, dropped, group_state, group_step in db.rows(
         "SELECT e.id, e.group_id, e.state, e.stop_reason, e.outcome, e.late, e.taken_step, e.dropped, g.state,"
         " g.taken_step FROM episodes e JOIN groups g ON g.id = e.group_id ORDER BY e.id"
     ):
-        where = f"episode {episode} of group {group}"
-        if (taken_step is not None and dropped is None) != (episode in live):
-            report.breach("lineage_broken", f"{where} left in step {taken_step} ({dropped}), lineage: {live[episode]}")
-        if episode not in live:
+        member_label = f"episode {episode} of group {group}"
+        if (taken_step is not None and dropped is None) != (episode in steps_by_episode):
+            report.breach(
+                "lineage_broken",
+                f"{member_label} left in step {taken_step} ({dropped}), lineage: {steps_by_episode[episode]}",
+            )
+        if episode not in steps_by_episode:
             continue
-        trained_of[group] |= set(live[episode])
-        if taken_step not in live[episode]:
-            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its lineage says {live[episode]}")
+        trained_of[group] |= set(steps_by_episode[episode])
+        if taken_step not in steps_by_episode[episode]:
+            report.breach(
+                "lineage_broken",
+                f"{member_label} was taken in step {taken_step}, its lineage says {steps_by_episode[episode]}",
+            )
         if not late and taken_step != group_step:
-            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its group in step {group_step}")
+            report.breach(
+                "lineage_broken", f"{member_label} was taken in step {taken_step}, its group in step {group_step}"
+            )
         if group_state not in ("taken", "trained") and not (late and group_state == "expired"):
-            report.breach("lineage_broken", f"{where} is in the lineage, and its group is {group_state}")
+            report.breach("lineage_broken", f"{member_label} is in the lineage, and its group is {group_state}")
         if state != "finished":
-            report.breach("trained_unfinished", f"{where} is in the lineage and {state}")
+            report.breach("trained_unfinished", f"{member_label} is in the lineage and {state}")
         if not _in_loss(stop_reason, outcome):
-            report.breach("trained_unscored", f"{where} ended as {stop_reason} with outcome {outcome}")
+            report.breach("trained_unscored", f"{member_label} ended as {stop_reason} with outcome {outcome}")
     # The same law read from the other side: the loop above begins with lineage rows and would miss a group that says
     # "taken" and has no row at all.
     for group, purpose, state, step in db.rows("SELECT id, purpose, state, taken_step FROM groups"):
@@ -370,99 +391,146 @@ def _check_lineage(db: Database, report: AuditReport) -> None:
             report.breach("lineage_broken", f"group {group} is {state} at step {step}, trained in {trained_of[group]}")
         if (is_taken or trained_of[group]) and purpose != "train":
             report.breach("lineage_broken", f"group {group} of {purpose} is {state}")
-        if is_taken and (state == "trained") != (step <= safe):
-            report.breach("lineage_broken", f"group {group}, step {step}, is {state}; last checkpoint is step {safe}")
+        if is_taken and (state == "trained") != (step <= saved_step):
+            report.breach(
+                "lineage_broken", f"group {group}, step {step}, is {state}; last checkpoint is step {saved_step}"
+            )
 
 
 def _check_records(db: Database, report: AuditReport) -> None:
     """Check that a closed group's record is that of its scored members that were not late, at least min(2, size)."""
-    members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
-    for group, member, stop_reason, outcome, turns in db.rows(
+    scored_members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
+    for group_id, member_index, stop_reason, outcome, turn_count in db.rows(
         "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes"
         " WHERE late = 0 AND stop_reason IS NOT NULL"
     ):
         if _in_loss(stop_reason, outcome):
-            members[group][str(member)] = (outcome, turns)
-    for group, state, size, packed in db.rows("SELECT id, state, size, record FROM groups WHERE purpose = 'train'"):
-        if state in ("taken", "trained") and len(members[group]) < min(2, size):
-            report.breach("trained_unscored", f"group {group} has fewer than two members to compare")
-        if packed is None or state in ("waiting", "running"):
+            scored_members[group_id][str(member_index)] = (outcome, turn_count)
+    for group_id, group_state, group_size, packed_record in db.rows(
+        "SELECT id, state, size, record FROM groups WHERE purpose = 'train'"
+    ):
+        if group_state in ("taken", "trained") and len(scored_members[group_id]) < min(2, group_size):
+            report.breach("trained_unscored", f"group {group_id} has fewer than two members to compare")
+        if packed_record is None or group_state in ("waiting", "running"):
             continue
-        recorded = {
-            member: (member_record["outcome"], sum(map(len, member_record["rewards"].values())))
-            for member, member_record in json.loads(packed).items()
+        recorded_members = {
+            member_index: (member_record["outcome"], sum(map(len, member_record["rewards"].values())))
+            for member_index, member_record in json.loads(packed_record).items()
         }
-        if recorded != members[group]:
-            report.breach("record_disagrees", f"group {group} recorded {recorded}, its members are {members[group]}")
+        if recorded_members != scored_members[group_id]:
+            report.breach(
+                "record_disagrees",
+                f"group {group_id} recorded {recorded_members}, its members are {scored_members[group_id]}",
+            )
 
 
 def _check_skipped(db: Database, report: AuditReport) -> None:
     """Check that a group that left without signal is gone, and that no turn in its record has an advantage: the return
     at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
-    roles = config.get("rollout", {}).get("roles", {})
+    role_kinds = config.get("rollout", {}).get("roles", {})
     algo_of_env = {
-        table.get("id") or config["env"]["id"]: table["algo"] for table in config.get("tasks", []) if table.get("algo")
+        config_table.get("id") or config["env"]["id"]: config_table["algo"]
+        for config_table in config.get("tasks", [])
+        if config_table.get("algo")
     }
-    of_role = {table["name"]: table["algo"] for table in config.get("roles", []) if table.get("algo")}
-    for group, state, reason, packed, task in db.rows(
+    algo_of_role = {
+        config_table["name"]: config_table["algo"]
+        for config_table in config.get("roles", [])
+        if config_table.get("algo")
+    }
+    for group_id, group_state, drop_reason, packed_record, packed_task in db.rows(
         "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
-        where = f"group {group} left as without signal"
-        algo = algo_of_env.get(json.loads(task)["env"], config.get("algo", {}))
-        if any(judge.get("distil_weight") or judge.get("observation_weight") for judge in (algo, *of_role.values())):
-            report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
-        if (state, reason) != ("expired", "no_signal"):
-            report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
-        members = list(json.loads(packed or "{}").values())
-        for role in {
-            role for member in members for role in member["rewards"] if roles.get(role, "trained") == "trained"
+        group_label = f"group {group_id} left as without signal"
+        algo_table = algo_of_env.get(json.loads(packed_task)["env"], config.get("algo", {}))
+        if any(
+            learning_table.get("distil_weight") or learning_table.get("observation_weight")
+            for learning_table in (algo_table, *algo_of_role.values())
+        ):
+            report.breach("skipped_with_signal", f"{group_label}, and its algorithm learns from equal returns")
+        if (group_state, drop_reason) != ("expired", "no_signal"):
+            report.breach("skipped_with_signal", f"{group_label} and is {group_state} ({drop_reason})")
+        member_records = list(json.loads(packed_record or "{}").values())
+        for role_name in {
+            role_name
+            for member_record in member_records
+            for role_name in member_record["rewards"]
+            if role_kinds.get(role_name, "trained") == "trained"
         }:
-            weight, discount = (of_role.get(role, algo).get(name, 1.0) for name in ("process_weight", "discount"))
-            outcome = [member["outcomes"].get(role, member["outcome"]) for member in members]
-            rewards = [member["rewards"].get(role, []) for member in members]
-            for turn in range(max(map(len, rewards))):
+            process_weight, discount = (
+                algo_of_role.get(role_name, algo_table).get(field_name, 1.0)
+                for field_name in ("process_weight", "discount")
+            )
+            role_outcomes = [
+                member_record["outcomes"].get(role_name, member_record["outcome"]) for member_record in member_records
+            ]
+            role_rewards = [member_record["rewards"].get(role_name, []) for member_record in member_records]
+            for turn_index in range(max(map(len, role_rewards))):
                 returns = [
-                    discount ** max(len(turn_rewards) - 1 - turn, 0) * of_episode
-                    + weight * math.fsum(discount**after * reward for after, reward in enumerate(turn_rewards[turn:]))
-                    for of_episode, turn_rewards in zip(outcome, rewards, strict=True)
+                    discount ** max(len(turn_rewards) - 1 - turn_index, 0) * of_episode
+                    + process_weight
+                    * math.fsum(
+                        discount**turns_later * reward for turns_later, reward in enumerate(turn_rewards[turn_index:])
+                    )
+                    for of_episode, turn_rewards in zip(role_outcomes, role_rewards, strict=True)
                 ]
-                mean = math.fsum(returns) / len(returns)
-                alive = [
-                    value for value, turn_rewards in zip(returns, rewards, strict=True) if turn < len(turn_rewards)
+                mean_return = math.fsum(returns) / len(returns)
+                judged_returns = [
+                    turn_return
+                    for turn_return, turn_rewards in zip(returns, role_rewards, strict=True)
+                    if turn_index < len(turn_rewards)
                 ]
                 # The store decides that returns are equal with sums in another order, so equal returns may differ here
                 # in their last bits. A signal this small would not move a weight.
-                if any(abs(value - mean) > 1e-6 for value in alive):
-                    report.breach("skipped_with_signal", f"{where}: turn {turn} of {role!r} returned {returns}")
+                if any(abs(turn_return - mean_return) > 1e-6 for turn_return in judged_returns):
+                    report.breach(
+                        "skipped_with_signal", f"{group_label}: turn {turn_index} of {role_name!r} returned {returns}"
+                    )
                     break
 
 
 def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
     """Check that each folder lists the episodes that the lineage has for its steps."""
-    paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
-    paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
-    lost = {episode for (episode,) in db.rows("SELECT episode_id FROM lost_members")}
-    live: dict[int, int] = dict(db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"))
-    for episode in sorted(lost & live.keys()):
-        report.breach("trained_twice", f"episode {episode}: trained by a checkpoint that the store had lost, and again")
-    for path in sorted(path for path in paths if path.is_dir()):  # the others were removed
-        if faults := _changed_files(path):
-            report.breach("checkpoint_damaged", f"{path}: {', '.join(faults)}")
+    checkpoint_paths = {
+        Path(checkpoint_path)
+        for (checkpoint_path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")
+    }
+    checkpoint_paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
+    lost_episodes = {episode_id for (episode_id,) in db.rows("SELECT episode_id FROM lost_members")}
+    step_by_episode: dict[int, int] = dict(db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"))
+    for episode_id in sorted(lost_episodes & step_by_episode.keys()):
+        report.breach(
+            "trained_twice", f"episode {episode_id}: trained by a checkpoint that the store had lost, and again"
+        )
+    # Paths that are no folder were removed.
+    for checkpoint_path in sorted(path for path in checkpoint_paths if path.is_dir()):
+        if changed_files := _changed_files(checkpoint_path):
+            report.breach("checkpoint_damaged", f"{checkpoint_path}: {', '.join(changed_files)}")
             continue  # what it lists may be wrong too
         try:
-            state = json.loads((path / "state.json").read_text())
+            checkpoint_state = json.loads((checkpoint_path / "state.json").read_text())
         except OSError:
             continue  # removed meanwhile
-        if "episodes" not in state:
+        if "episodes" not in checkpoint_state:
             continue  # a copy of another run's: it trained nothing of this one
-        listed = {episode for step in state["episodes"] for episode in step}
-        first, last = state["previous_step"] + 1, state["step"]
-        recorded = {episode for episode, step in live.items() if first <= step <= last}
-        for episode in sorted(listed - recorded - lost):
-            report.breach("checkpoint_disagrees", f"{path} trained episode {episode}: not in steps {first} to {last}")
-        for episode in sorted(recorded - listed):
-            report.breach("checkpoint_disagrees", f"{path}: episode {episode} of step {live[episode]} is not in it")
+        listed_episodes = {episode_id for trained_step in checkpoint_state["episodes"] for episode_id in trained_step}
+        first_step, last_step = checkpoint_state["previous_step"] + 1, checkpoint_state["step"]
+        recorded_episodes = {
+            episode_id
+            for episode_id, trained_step in step_by_episode.items()
+            if first_step <= trained_step <= last_step
+        }
+        for episode_id in sorted(listed_episodes - recorded_episodes - lost_episodes):
+            report.breach(
+                "checkpoint_disagrees",
+                f"{checkpoint_path} trained episode {episode_id}: not in steps {first_step} to {last_step}",
+            )
+        for episode_id in sorted(recorded_episodes - listed_episodes):
+            report.breach(
+                "checkpoint_disagrees",
+                f"{checkpoint_path}: episode {episode_id} of step {step_by_episode[episode_id]} is not in it",
+            )
 
 
 def _changed_files(path: Path) -> list[str]:

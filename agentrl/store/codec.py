@@ -65,74 +65,86 @@ def pack_tokens(turn: Turn) -> bytes:
     if tuple(logprobs) != turn.logprobs:
         logprobs = array("d", turn.logprobs)
     try:
-        ids = array("I", (*turn.prompt_ids, *turn.token_ids))
+        all_token_ids = array("I", (*turn.prompt_ids, *turn.token_ids))
     except (OverflowError, TypeError) as error:
         raise StoreError(f"turn {turn.index}: a token id is not an unsigned 32-bit integer: {error}") from error
     header = _HEADER.pack(logprobs.itemsize, len(turn.prompt_ids), len(turn.token_ids))
-    columns = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
-    return _compressed(header + _little(ids) + _little(logprobs) + columns)
+    packed_columns = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
+    return _compressed(header + _little(all_token_ids) + _little(logprobs) + packed_columns)
 
 
 def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], columns.Columns]:
     """Prompt ids [P], sampled ids [T], log-probs [T] and columns of a blob."""
-    data = _decompressed(blob)
-    width, n_prompt, n_tokens = _HEADER.unpack_from(data)
-    ids = array("I")
-    end = _HEADER.size + ids.itemsize * (n_prompt + n_tokens)
-    ids.frombytes(data[_HEADER.size : end])
-    logprobs = array("f" if width == 4 else "d")
-    columns_start = end + width * n_tokens
-    logprobs.frombytes(data[end:columns_start])
+    unpacked_blob = _decompressed(blob)
+    logprob_bytes, prompt_count, token_count = _HEADER.unpack_from(unpacked_blob)
+    all_token_ids = array("I")
+    ids_end = _HEADER.size + all_token_ids.itemsize * (prompt_count + token_count)
+    all_token_ids.frombytes(unpacked_blob[_HEADER.size : ids_end])
+    logprobs = array("f" if logprob_bytes == 4 else "d")
+    columns_start = ids_end + logprob_bytes * token_count
+    logprobs.frombytes(unpacked_blob[ids_end:columns_start])
     if sys.byteorder == "big":
-        ids.byteswap()
+        all_token_ids.byteswap()
         logprobs.byteswap()
-    return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs), unpack_columns(data[columns_start:])
+    return (
+        tuple(all_token_ids[:prompt_count]),
+        tuple(all_token_ids[prompt_count:]),
+        tuple(logprobs),
+        unpack_columns(unpacked_blob[columns_start:]),
+    )
 
 
 def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
     """A blob of tokens with more columns; those that it has stay. Raises StoreError as `pack_columns`."""
-    data = _decompressed(blob)
-    _, _, n_tokens = _HEADER.unpack_from(data)
-    present = unpack_tokens(blob)[3]
+    unpacked_blob = _decompressed(blob)
+    _, _, token_count = _HEADER.unpack_from(unpacked_blob)
+    present_columns = unpack_tokens(blob)[3]
     # A second column of one name would only be appended, and a reader by name would get the later one: what was written
     # must not change.
-    more = {name: values for name, values in named.items() if name not in present}
-    return _compressed(data + pack_columns(more, n_tokens, what))
+    added_columns = {
+        column_name: column_values for column_name, column_values in named.items() if column_name not in present_columns
+    }
+    return _compressed(unpacked_blob + pack_columns(added_columns, token_count, what))
 
 
 def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
     """The columns of `n` tokens. Raises StoreError naming `what` for one that is not registered, has another length, or
     whose numbers its dtype cannot hold."""
-    parts = list[bytes]()
+    packed_parts = list[bytes]()
     try:
         columns.check(named, n)
         # By name and with the type in the blob, so that a process which never imported the package that registered a
         # column can read it back: the viewer, an export, the store of somebody else.
-        for name, values in named.items():
-            code = _CODES[columns.column(name).dtype]
-            data = _little(array(code, values))
-            parts += (bytes([len(name)]), name.encode(), _COLUMN.pack(ord(code), len(data)), data)
+        for column_name, column_values in named.items():
+            type_code = _CODES[columns.column(column_name).dtype]
+            packed_values = _little(array(type_code, column_values))
+            packed_parts += (
+                bytes([len(column_name)]),
+                column_name.encode(),
+                _COLUMN.pack(ord(type_code), len(packed_values)),
+                packed_values,
+            )
     except (UnknownIdError, ValueError, TypeError, OverflowError) as error:
         raise StoreError(f"{what}: its columns cannot be written: {error}") from error
-    return b"".join(parts)
+    return b"".join(packed_parts)
 
 
 def unpack_columns(data: bytes) -> columns.Columns:
     """Read what `pack_columns` wrote, whether the columns are registered here or not."""
-    by_name, position = dict[str, tuple[float, ...]](), 0
+    columns_by_name, position = dict[str, tuple[float, ...]](), 0
     while position < len(data):
-        end = position + 1 + data[position]
-        code, size = _COLUMN.unpack_from(data, end)
-        start = end + _COLUMN.size
-        if start + size > len(data):
+        name_end = position + 1 + data[position]
+        type_code, value_bytes = _COLUMN.unpack_from(data, name_end)
+        values_start = name_end + _COLUMN.size
+        if values_start + value_bytes > len(data):
             raise StoreError("a column of a turn's tokens is cut off")
-        values: array[Any] = array(chr(code))
-        values.frombytes(data[start : start + size])
+        column_values: array[Any] = array(chr(type_code))
+        column_values.frombytes(data[values_start : values_start + value_bytes])
         if sys.byteorder == "big":
-            values.byteswap()
-        by_name[data[position + 1 : end].decode()] = tuple(values)
-        position = start + size
-    return by_name
+            column_values.byteswap()
+        columns_by_name[data[position + 1 : name_end].decode()] = tuple(column_values)
+        position = values_start + value_bytes
+    return columns_by_name
 
 
 def pack_experts(experts: RoutedExperts) -> bytes:
@@ -143,9 +155,11 @@ def pack_experts(experts: RoutedExperts) -> bytes:
 
 def unpack_experts(blob: bytes) -> RoutedExperts:
     """Read what `pack_experts` wrote."""
-    data = _decompressed(blob)
-    width, start, layers, per_token = _EXPERTS.unpack_from(data)
-    return RoutedExperts(start=start, layers=layers, per_token=per_token, width=width, data=data[_EXPERTS.size :])
+    unpacked_blob = _decompressed(blob)
+    width, start, layers, per_token = _EXPERTS.unpack_from(unpacked_blob)
+    return RoutedExperts(
+        start=start, layers=layers, per_token=per_token, width=width, data=unpacked_blob[_EXPERTS.size :]
+    )
 
 
 class _Compressor(threading.local):
@@ -199,15 +213,15 @@ def printable(text: str) -> str:
 def to_json(value: Json, what: str) -> str:
     """Compact JSON. Raises StoreError naming `what` if the value is not JSON-safe (also for NaN and infinity)."""
     try:
-        text = _JSON.encode(value)
-        text.encode()
+        json_text = _JSON.encode(value)
+        json_text.encode()
     except UnicodeEncodeError:
         # A lone surrogate may stand in JSON as an escape and not in UTF-8. Only such a value is written in ASCII: for
         # all others, escapes would make text that is not English two to three times as long.
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise StoreError(f"{what} is not JSON-safe: {error}") from error
-    return text
+    return json_text
 
 
 def pack_messages(messages: Messages, what: str) -> str:
@@ -225,14 +239,14 @@ def pack_tools(tools: ShownTools) -> tuple[str, str]:
     """The digest and the text of a row of `tool_sets`; both are empty without tools."""
     if not tools.schemas:
         return "", ""
-    text = to_json({"schemas": list(tools.schemas), "dialect": tools.dialect}, "the tools of an episode")
-    return hashlib.sha256(text.encode()).hexdigest(), text
+    packed_tools = to_json({"schemas": list(tools.schemas), "dialect": tools.dialect}, "the tools of an episode")
+    return hashlib.sha256(packed_tools.encode()).hexdigest(), packed_tools
 
 
 def unpack_tools(text: str) -> ShownTools:
     """Read the text that `pack_tools` wrote."""
-    fields = json.loads(text)
-    return ShownTools(tuple(fields["schemas"]), fields["dialect"])
+    tool_fields = json.loads(text)
+    return ShownTools(tuple(tool_fields["schemas"]), tool_fields["dialect"])
 
 
 Blobs = dict[str, bytes]
@@ -255,24 +269,24 @@ def with_images(messages: Messages, data_of: Callable[[str], bytes]) -> Messages
 
 
 def _each_url(message: Message, changed: Callable[[str], str]) -> Message:
-    if not (shown := message.get("images")):
+    if not (shown_images := message.get("images")):
         return message
-    return {**message, "images": [{**part, "url": changed(part["url"])} for part in shown]}
+    return {**message, "images": [{**shown_image, "url": changed(shown_image["url"])} for shown_image in shown_images]}
 
 
 def _digest_of(url: str, into: Blobs, what: str) -> str:
     try:
-        image = images.from_url(url)
+        read_image = images.from_url(url)
     except ValueError as error:
         raise StoreError(f"{what}: {error}") from error
-    into[image.digest] = image.data
-    return images.STORED + image.digest
+    into[read_image.digest] = read_image.data
+    return images.STORED + read_image.digest
 
 
 def _url_of(url: str, data_of: Callable[[str], bytes]) -> str:
-    data = data_of(url.removeprefix(images.STORED))
+    image_data = data_of(url.removeprefix(images.STORED))
     try:
-        return images.read(data).url
+        return images.read(image_data).url
     except ValueError as error:
         raise StoreError(f"the store's image {url!r} is damaged: {error}") from error
 
@@ -281,8 +295,8 @@ def pack_spans(spans: tuple[VersionSpan, ...]) -> str:
     """Version spans as JSON `[[version, start, end], …]`; a recomputed one has a 1 after these."""
     # A fourth number only where it says something: almost every turn has one span, and there is a row of these for each
     # turn of the run.
-    numbers = ([span.version, span.start, span.end, *[1] * span.recomputed] for span in spans)
-    return json.dumps(list(numbers), separators=(",", ":"))
+    span_numbers = ([span.version, span.start, span.end, *[1] * span.recomputed] for span in spans)
+    return json.dumps(list(span_numbers), separators=(",", ":"))
 
 
 def unpack_spans(text: str) -> tuple[VersionSpan, ...]:
@@ -292,18 +306,18 @@ def unpack_spans(text: str) -> tuple[VersionSpan, ...]:
 
 def pack_task(task: Task) -> str:
     """A task as JSON."""
-    fields: dict[str, Json] = {"index": task.index, "env": task.env, "seed": task.seed}
+    task_fields: dict[str, Json] = {"index": task.index, "env": task.env, "seed": task.seed}
     if task.kwargs:
-        fields["kwargs"] = dict(task.kwargs)
+        task_fields["kwargs"] = dict(task.kwargs)
     if task.options:
-        fields["options"] = dict(task.options)
-    return to_json(fields, f"task {task.index}")
+        task_fields["options"] = dict(task.options)
+    return to_json(task_fields, f"task {task.index}")
 
 
 def unpack_task(text: str) -> Task:
     """Read what `pack_task` wrote."""
-    fields: dict[str, Any] = json.loads(text)
-    return Task(**fields)
+    task_fields: dict[str, Any] = json.loads(text)
+    return Task(**task_fields)
 
 
 def pack_identity(task: Task) -> str:
@@ -319,21 +333,29 @@ def pack_answer(step: Step, what: str) -> str:
     Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
     # The fields of a step and the user's info share one JSON object, so a key of theirs with our name would be read
     # back as our field: an `info["outcome"]` would become a reward. It is refused, never renamed (law 8).
-    if taken := sorted(_ANSWER.keys() & step.info):
-        raise StoreError(f"{what}: info[{taken[0]!r}] is a field of the step: set that")
-    fields = {name: value for name, default in _ANSWER.items() if (value := getattr(step, name)) != default}
-    return to_json({**step.info, **fields}, f"{what}: info") if fields or step.info else "{}"
+    if reserved_keys := sorted(_ANSWER.keys() & step.info):
+        raise StoreError(f"{what}: info[{reserved_keys[0]!r}] is a field of the step: set that")
+    step_fields = {
+        field_name: field_value
+        for field_name, field_default in _ANSWER.items()
+        if (field_value := getattr(step, field_name)) != field_default
+    }
+    return to_json({**step.info, **step_fields}, f"{what}: info") if step_fields or step.info else "{}"
 
 
 def unpack_answer(text: str) -> dict[str, Any]:
     """The fields of a step that `pack_answer` wrote, with `info`."""
-    info: dict[str, Json] = json.loads(text)
-    fields = {name: read(info.pop(name)) for name, read in _READ.items() if name in info}
-    return {**fields, "info": info}
+    packed_fields: dict[str, Json] = json.loads(text)
+    step_fields = {
+        field_name: read_field(packed_fields.pop(field_name))
+        for field_name, read_field in _READ.items()
+        if field_name in packed_fields
+    }
+    return {**step_fields, "info": packed_fields}
 
 
 def _read_roles(value: Json) -> dict[str, float]:
-    return {str(role): float(number) for role, number in value.items()}
+    return {str(role_name): float(role_value) for role_name, role_value in value.items()}
 
 
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -360,8 +382,8 @@ def pack_record(record: Mapping[int, MemberRecord]) -> str:
     """The record that a group's members are judged against, by member, as JSON."""
     return json.dumps(
         {
-            str(member): {name: getattr(member_record, name) for name in _RECORD}
-            for member, member_record in record.items()
+            str(member_index): {field_name: getattr(member_record, field_name) for field_name in _RECORD}
+            for member_index, member_record in record.items()
         }
     )
 
@@ -369,33 +391,33 @@ def pack_record(record: Mapping[int, MemberRecord]) -> str:
 def unpack_record(text: str) -> dict[int, MemberRecord]:
     """Read what `pack_record` wrote; every number is the same."""
     return {
-        int(member): MemberRecord(
-            outcome=packed["outcome"],
-            outcomes=packed["outcomes"],
-            rewards={role: tuple(rewards) for role, rewards in packed["rewards"].items()},
+        int(member_index): MemberRecord(
+            outcome=packed_member["outcome"],
+            outcomes=packed_member["outcomes"],
+            rewards={role_name: tuple(turn_rewards) for role_name, turn_rewards in packed_member["rewards"].items()},
             streams={
-                role: {source: tuple(values) for source, values in sources.items()}
-                for role, sources in packed["streams"].items()
+                role_name: {source_name: tuple(turn_values) for source_name, turn_values in role_sources.items()}
+                for role_name, role_sources in packed_member["streams"].items()
             },
-            weights=packed["weights"],
-            states={role: tuple(states) for role, states in packed["states"].items()},
+            weights=packed_member["weights"],
+            states={role_name: tuple(turn_states) for role_name, turn_states in packed_member["states"].items()},
         )
-        for member, packed in json.loads(text).items()
+        for member_index, packed_member in json.loads(text).items()
     }
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:
     """Files by path as one compressed blob: u32 length of a JSON list of paths and lengths, the list, the contents."""
-    listing = json.dumps([[path, len(data)] for path, data in files.items()]).encode()
+    listing = json.dumps([[file_path, len(file_data)] for file_path, file_data in files.items()]).encode()
     return _compressed(struct.pack("<I", len(listing)) + listing + b"".join(files.values()))
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Read what `pack_files` wrote."""
-    data = _decompressed(blob)
-    position = 4 + struct.unpack_from("<I", data)[0]
-    files: dict[str, bytes] = {}
-    for path, length in json.loads(data[4:position]):
-        files[path] = data[position : position + length]
-        position += length
-    return files
+    unpacked_blob = _decompressed(blob)
+    position = 4 + struct.unpack_from("<I", unpacked_blob)[0]
+    files_by_path: dict[str, bytes] = {}
+    for file_path, file_length in json.loads(unpacked_blob[4:position]):
+        files_by_path[file_path] = unpacked_blob[position : position + file_length]
+        position += file_length
+    return files_by_path

@@ -130,22 +130,25 @@ class EpisodeSearch(StorePart):
         condition, parameters = _from_where(episode_filter)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
         # the newest come without a look at all others, unless an expression hides that ids are in order
-        last = "" if by in _ALWAYS else f"{column} IS NULL, "
+        nulls_last = "" if by in _ALWAYS else f"{column} IS NULL, "
         with self._db.read():
-            ids = self._db.rows(
-                f"SELECT e.id{condition} ORDER BY {last}{column} {way}, e.id {way} LIMIT ? OFFSET ?",
+            ordered_ids = self._db.rows(
+                f"SELECT e.id{condition} ORDER BY {nulls_last}{column} {way}, e.id {way} LIMIT ? OFFSET ?",
                 (*parameters, limit, offset),
             )
-            rows = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
-        return [rows[id] for (id,) in ids]
+            rows_by_id = {
+                episode_row.id: episode_row
+                for episode_row in episode_rows(self._db, *_among([episode_id for (episode_id,) in ordered_ids]))
+            }
+        return [rows_by_id[episode_id] for (episode_id,) in ordered_ids]
 
     @retried
     def outcomes(self, episode_filter: EpisodeFilter) -> dict[float | None, int]:
         """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
         condition, parameters = _from_where(episode_filter)
         with self._db.read():
-            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){condition} GROUP BY e.outcome", parameters)
-        return dict(rows)
+            outcome_rows = self._db.rows(f"SELECT e.outcome, COUNT(*){condition} GROUP BY e.outcome", parameters)
+        return dict(outcome_rows)
 
     @retried
     def search_texts(
@@ -159,109 +162,112 @@ class EpisodeSearch(StorePart):
     ) -> Searched:
         """Find at most `limit` episodes with a text in their last trial, and with ids below `before`, after about
         `budget_s` seconds at most. Letters of ASCII match in either case; on PostgreSQL not in what the model wrote."""
-        until, matches = time.monotonic() + budget_s, list[int]()
+        deadline_s, matching_ids = time.monotonic() + budget_s, list[int]()
         with self._db.read():
-            row = self._db.row("SELECT MAX(id) FROM episodes")
-        newest = row[0] or 0 if row else 0
-        newest = newest if before is None else min(newest, before - 1)
+            newest_row = self._db.row("SELECT MAX(id) FROM episodes")
+        newest_id = newest_row[0] or 0 if newest_row else 0
+        newest_id = newest_id if before is None else min(newest_id, before - 1)
         # A read transaction for each chunk, not one for the search: as long as one is open, SQLite cannot fold its
         # write-ahead log into the file, and a search over a long run would let the log grow by all that the run
         # journals meanwhile.
-        for high in range(newest, 0, -_CHUNK):
-            low = max(0, high - _CHUNK)
+        for upper_id in range(newest_id, 0, -_CHUNK):
+            lower_id = max(0, upper_id - _CHUNK)
             with self._db.read():
-                matches += self._with_text(text, purpose, low, high)
-            if low and (len(matches) >= limit or time.monotonic() > until):
-                return Searched(ids=tuple(matches[:limit]), back_to=low + 1)
-        return Searched(ids=tuple(matches[:limit]), back_to=None)
+                matching_ids += self._with_text(text, purpose, lower_id, upper_id)
+            if lower_id and (len(matching_ids) >= limit or time.monotonic() > deadline_s):
+                return Searched(ids=tuple(matching_ids[:limit]), back_to=lower_id + 1)
+        return Searched(ids=tuple(matching_ids[:limit]), back_to=None)
 
     @retried
     def turn_sizes(self, episode_id: int) -> list[TurnSize]:
         """The turns of an episode's last trial, in order."""
         with self._db.read():
-            rows = self._db.rows(
+            turn_rows = self._db.rows(
                 f"SELECT t.idx, t.n_prompt, t.n_tokens, t.spans FROM turns t WHERE {LAST_TRIAL} ORDER BY t.idx",
                 (episode_id,),
             )
         return [
             TurnSize(
-                index=index,
-                prompt_tokens=n_prompt,
-                tokens=n,
-                versions=tuple(dict.fromkeys(span.version for span in unpack_spans(spans))),
+                index=turn_index,
+                prompt_tokens=prompt_count,
+                tokens=token_count,
+                versions=tuple(dict.fromkeys(span.version for span in unpack_spans(packed_spans))),
             )
-            for index, n_prompt, n, spans in rows
+            for turn_index, prompt_count, token_count, packed_spans in turn_rows
         ]
 
     @retried
     def turn_times(self, first: int, last: int) -> list[TurnTime]:
         """The turns of the episodes `first` to `last`, both included, by episode, trial and place. Reads no texts."""
         with self._db.read():
-            rows = self._db.rows(
+            turn_rows = self._db.rows(
                 "SELECT episode_id, trial, idx, role, finish, n_prompt, n_tokens, started_s, ended_s FROM turns"
                 " WHERE episode_id BETWEEN ? AND ? ORDER BY episode_id, trial, idx",
                 (first, last),
             )
-        return [TurnTime(*row) for row in rows]
+        return [TurnTime(*turn_row) for turn_row in turn_rows]
 
     @retried
     def roles(self) -> list[str]:
         """The roles that acted in the first and the newest turns."""
-        newest = "SELECT role FROM (SELECT role FROM turns ORDER BY id DESC LIMIT ?) t"
+        newest_turns = "SELECT role FROM (SELECT role FROM turns ORDER BY id DESC LIMIT ?) t"
         with self._db.read():
-            rows = self._db.rows(f"SELECT role FROM turns WHERE id <= ? UNION {newest}", (_SOME_TURNS, _SOME_TURNS))
-        return sorted(role for (role,) in rows)
+            role_rows = self._db.rows(
+                f"SELECT role FROM turns WHERE id <= ? UNION {newest_turns}", (_SOME_TURNS, _SOME_TURNS)
+            )
+        return sorted(role_name for (role_name,) in role_rows)
 
     @retried
     def family(self, episode_id: int, *, most: int = 100) -> list[Fork]:
         """The forks among the relatives of an episode: those of the episode that all of them come from, and of its
         descendants, at most `most`, parents first. Empty for an episode that neither is one nor has any."""
         with self._db.read():
-            origin = "SELECT g.fork_of FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
-            root = episode_id
+            origin_query = "SELECT g.fork_of FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
+            root_id = episode_id
             # Bounded, although a fork is always younger than its origin and there can be no circle: the rows may have
             # been changed by hand, and a page must not hang on them.
             for _ in range(most):
-                if (row := self._db.row(origin, (root,))) is None or row[0] is None:
+                if (origin_row := self._db.row(origin_query, (root_id,))) is None or origin_row[0] is None:
                     break
-                root = row[0]
+                root_id = origin_row[0]
             if self._db.row("SELECT 1 FROM groups WHERE fork_of IS NOT NULL LIMIT 1") is None:
                 return []
             forks: list[Fork] = []
-            parents = [root]
-            while parents and len(forks) < most:
-                among = ", ".join("?" * len(parents))
-                rows = self._db.rows(
+            parent_ids = [root_id]
+            while parent_ids and len(forks) < most:
+                placeholders = ", ".join("?" * len(parent_ids))
+                fork_rows = self._db.rows(
                     "SELECT g.id, g.fork_of, g.fork_trial, g.fork_turn, e.id FROM groups g"
-                    f" JOIN episodes e ON e.group_id = g.id WHERE g.fork_of IN ({among}) ORDER BY g.id, e.id LIMIT ?",
-                    (*parents, _MOST_MEMBERS),
+                    f" JOIN episodes e ON e.group_id = g.id WHERE g.fork_of IN ({placeholders})"
+                    " ORDER BY g.id, e.id LIMIT ?",
+                    (*parent_ids, _MOST_MEMBERS),
                 )
-                for (group, of, trial, turn), members in groupby(rows, key=lambda row: row[:4]):
-                    ids = tuple(id for *_, id in members)
-                    forks.append(Fork(group_id=group, of=of, trial=trial, turn=turn, members=ids))
-                parents = [id for *_, id in rows]
+                for (group_id, origin_id, trial, fork_turn), member_rows in groupby(fork_rows, key=lambda row: row[:4]):
+                    member_ids = tuple(member_id for *_, member_id in member_rows)
+                    forks.append(Fork(group_id=group_id, of=origin_id, trial=trial, turn=fork_turn, members=member_ids))
+                parent_ids = [member_id for *_, member_id in fork_rows]
         return forks[:most]
 
     def _with_text(self, text: str, purpose: str | None, low: int, high: int) -> Iterator[int]:
-        written = self._db.any_text(f"%{_escaped(text)}%")
+        text_pattern = self._db.any_text(f"%{_escaped(text)}%")
         # Answers are stored as JSON, so a line break or a quote of the text stands there as an escape, and is looked
         # for as one. What the model wrote is stored as it is.
-        answered = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1]).lower()}%"
-        rows = self._db.rows(
+        answer_pattern = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1]).lower()}%"
+        episode_rows = self._db.rows(
             f"SELECT e.id{_FROM} WHERE e.id > ?1 AND e.id <= ?2 AND g.purpose = COALESCE(?3, g.purpose)"
             " AND (lower(e.start) LIKE ?5 ESCAPE '!' OR EXISTS (SELECT 1 FROM turns t"
             " LEFT JOIN steps s ON s.turn_id = t.id WHERE t.episode_id = e.id AND t.trial = e.trial"
             " AND (t.text LIKE ?4 ESCAPE '!' OR lower(s.observation) LIKE ?5 ESCAPE '!'))) ORDER BY e.id DESC",
-            (low, high, purpose, written, answered),
+            (low, high, purpose, text_pattern, answer_pattern),
         )
-        return (id for (id,) in rows)
+        return (episode_id for (episode_id,) in episode_rows)
 
 
 def _from_where(episode_filter: EpisodeFilter) -> tuple[str, list[str | int | float]]:
     """FROM and WHERE of a filter, with their parameters. Groups are joined only if the filter has a condition on
     them."""
     conditions, parameters = ["TRUE"], list[str | int | float]()
-    compared: dict[str, str | int | float | None] = {
+    compared_values: dict[str, str | int | float | None] = {
         "e.evaluation = ?": 0 if episode_filter.purpose == TRAIN else None,
         "g.purpose = ?": None if episode_filter.purpose == TRAIN else episode_filter.purpose,
         "g.task LIKE ? ESCAPE '!'": None if episode_filter.env is None else _task_of(episode_filter.env),
@@ -278,27 +284,27 @@ def _from_where(episode_filter: EpisodeFilter) -> tuple[str, list[str | int | fl
         "e.newest_step >= ?": episode_filter.from_weights,
         "e.newest_step <= ?": episode_filter.to_weights,
     }
-    for condition, value in compared.items():
-        if value is not None:
+    for condition, filter_value in compared_values.items():
+        if filter_value is not None:
             conditions.append(condition)
-            parameters.append(value)
+            parameters.append(filter_value)
     if episode_filter.step is not None:
         conditions.append("e.dropped IS NULL")
     if episode_filter.role is not None:
         # the condition of the index `turns_of_roles`
-        indexed = "" if episode_filter.role == POLICY else " AND t.role <> 'policy'"
-        role = f"t.episode_id = e.id AND t.trial = e.trial AND t.role = ?{indexed}"
-        conditions.append(f"EXISTS (SELECT 1 FROM turns t WHERE {role})")
+        index_condition = "" if episode_filter.role == POLICY else " AND t.role <> 'policy'"
+        role_condition = f"t.episode_id = e.id AND t.trial = e.trial AND t.role = ?{index_condition}"
+        conditions.append(f"EXISTS (SELECT 1 FROM turns t WHERE {role_condition})")
         parameters.append(episode_filter.role)
     if episode_filter.dropped is not None:
-        dropped = "(e.dropped IS NOT NULL OR (e.late = 0 AND g.state IN ('expired', 'failed')))"
-        conditions.append(dropped if episode_filter.dropped else f"NOT {dropped}")
+        drop_condition = "(e.dropped IS NOT NULL OR (e.late = 0 AND g.state IN ('expired', 'failed')))"
+        conditions.append(drop_condition if episode_filter.dropped else f"NOT {drop_condition}")
     if episode_filter.ids is not None:
-        among, ids = _among(episode_filter.ids)
-        conditions.append(among)
-        parameters += ids
-    where = " AND ".join(conditions)
-    return f"{_FROM if 'g.' in where else ' FROM episodes e'} WHERE {where}", parameters
+        ids_condition, episode_ids = _among(episode_filter.ids)
+        conditions.append(ids_condition)
+        parameters += episode_ids
+    where_clause = " AND ".join(conditions)
+    return f"{_FROM if 'g.' in where_clause else ' FROM episodes e'} WHERE {where_clause}", parameters
 
 
 def _among(ids: list[int] | tuple[int, ...]) -> tuple[str, list[int]]:

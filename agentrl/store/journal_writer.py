@@ -76,8 +76,8 @@ def _written(
     such rows meanwhile."""
 
     async def call(self: JournalWriter, *arguments: _P.args, **named: _P.kwargs) -> _T:
-        write = partial(call_of(self.store), *arguments, **named)
-        return await (self.write if waits_for_space else self.write_once)(write, shared=shared)
+        store_call = partial(call_of(self.store), *arguments, **named)
+        return await (self.write if waits_for_space else self.write_once)(store_call, shared=shared)
 
     return call
 
@@ -185,13 +185,13 @@ class JournalWriter:
 
     async def write_once(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
         """Make a write. Raises DiskFull at once where there is no space for it."""
-        write = self._post(call, trio.lowlevel.current_task(), shared=shared)
-        if write.result is None:
+        posted_write = self._post(call, trio.lowlevel.current_task(), shared=shared)
+        if posted_write.result is None:
             # The task is parked by hand instead of on a `trio.Event` for each write: hundreds of tasks wait at once,
             # and an event is an object, a set and a wake-up of its own for each. Cancellation succeeds at once and only
             # forgets the task.
             def leave(_: object) -> trio.lowlevel.Abort:
-                write.task = None
+                posted_write.task = None
                 return trio.lowlevel.Abort.SUCCEEDED
 
             await trio.lowlevel.wait_task_rescheduled(leave)
@@ -199,61 +199,61 @@ class JournalWriter:
             # Also without a thread each write is a checkpoint, so that a simulation in virtual time has the same
             # schedule points as a run.
             await trio.lowlevel.checkpoint()
-        assert write.result is not None
-        if write.result.error is not None:
-            raise write.result.error
-        return write.result.value
+        assert posted_write.result is not None
+        if posted_write.result.error is not None:
+            raise posted_write.result.error
+        return posted_write.result.value
 
     def _post(self, call: Callable[[], Any], task: trio.lowlevel.Task | None = None, *, shared: bool = False) -> Write:
-        write = Write(call, shared and self.store.shares)
+        posted_write = Write(call, shared and self.store.shares)
         if self._thread is None:
-            (write.result,) = self.store.together([call], shared=write.shared)
+            (posted_write.result,) = self.store.together([call], shared=posted_write.shared)
         else:
-            write.task = task
-            self._queue.put(write)
-        return write
+            posted_write.task = task
+            self._queue.put(posted_write)
+        return posted_write
 
     def _serve(self) -> None:
         """The thread: make writes until None comes."""
         goes_on = True
         while goes_on:
-            queued = [self._queue.get()]
+            queue_items = [self._queue.get()]
             with suppress(Empty):
                 # Whatever is queued now, without waiting for more: a batch is as large as the last commit was slow. A
                 # timer that collects writes would add its delay to every turn of a run with few episodes.
-                while len(queued) < _TOGETHER:
-                    queued.append(self._queue.get_nowait())
-            writes = [write for write in queued if write is not None]
-            goes_on = len(writes) == len(queued)
+                while len(queue_items) < _TOGETHER:
+                    queue_items.append(self._queue.get_nowait())
+            writes = [queued_write for queued_write in queue_items if queued_write is not None]
+            goes_on = len(writes) == len(queue_items)
             # Two transactions where a database lets journals of several processes go on at once: one write that needs
             # the store for itself would make all the journal entries beside it wait for the other processes. The
             # journal goes first, since episodes wait for it.
-            for shared in (True, False):
-                if alike := [write for write in writes if write.shared is shared]:
-                    self._make(alike, shared)
+            for is_shared in (True, False):
+                if batch_writes := [queued_write for queued_write in writes if queued_write.shared is is_shared]:
+                    self._make(batch_writes, is_shared)
 
     def _make(self, writes: list[Write], shared: bool) -> None:
         """Commit writes in one transaction, and tell their callers."""
         try:
-            results = self.store.together([write.call for write in writes], shared=shared)
+            write_results = self.store.together([write.call for write in writes], shared=shared)
         except BaseException as error:  # whatever it was, the callers wait, and so will others
-            results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
-        self._made.append((writes, results))
+            write_results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
+        self._made.append((writes, write_results))
         self._wake_soon()
 
     def _wake(self) -> None:
         """Note what came of writes, and let their callers go on: in one pass of the loop only so many that no other
         task of it waits long."""
         while self._made:
-            for write, result in zip(*self._made.popleft(), strict=True):
-                write.result = result
-                if write.task is not None:
-                    self._ready.append(write)
+            for made_write, write_result in zip(*self._made.popleft(), strict=True):
+                made_write.result = write_result
+                if made_write.task is not None:
+                    self._ready.append(made_write)
         for _ in range(min(_AT_ONCE, len(self._ready))):
-            write = self._ready.popleft()
-            if write.task is not None:  # else its caller was cancelled
-                trio.lowlevel.reschedule(write.task)
-                write.task = None
+            made_write = self._ready.popleft()
+            if made_write.task is not None:  # else its caller was cancelled
+                trio.lowlevel.reschedule(made_write.task)
+                made_write.task = None
         if self._ready:
             self._wake_soon()
 

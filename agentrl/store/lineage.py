@@ -51,18 +51,18 @@ class Lineage(StorePart):
     @retried
     def checkpoint(self, step: int, version: WeightVersion | int, path: str | Path) -> None:
         """The state after `step` is safe at `path`: mark groups taken up to it as trained. Waits for the disk."""
-        number = version if isinstance(version, int) else version.version
+        version_number = version if isinstance(version, int) else version.version
         with self._db.write(durable=True):
             check_lead(self._db)
-            if self._db.row("SELECT 1 FROM versions WHERE version = ?", (number,)) is None:
-                raise StoreError(f"checkpoint of step {step}: weight version {number} was never minted")
+            if self._db.row("SELECT 1 FROM versions WHERE version = ?", (version_number,)) is None:
+                raise StoreError(f"checkpoint of step {step}: weight version {version_number} was never minted")
             self._db.execute(
                 # The row comes after the files are synced. In the other order a crash in between would leave a
                 # checkpoint to go back to that has no files, and groups marked as trained by weights that are gone. In
                 # this order it leaves a folder without a row, which the next start either takes in (`recovery`) or
                 # removes.
                 "INSERT INTO checkpoints (step, version, path, attempt, saved_s) VALUES (?, ?, ?, ?, ?)",
-                (step, number, str(path), _attempt(self._db), self._db.clock()),
+                (step, version_number, str(path), _attempt(self._db), self._db.clock()),
             )
             self._db.execute(
                 "UPDATE groups SET state = 'trained' WHERE purpose = 'train' AND state = 'taken' AND taken_step <= ?",
@@ -73,18 +73,22 @@ class Lineage(StorePart):
     def latest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; None before the first one."""
         with self._db.read():
-            row = self._db.row(
+            newest = self._db.row(
                 "SELECT step, version, path, attempt FROM checkpoints WHERE undone_attempt IS NULL"
                 " ORDER BY step DESC, id DESC LIMIT 1"
             )
-        return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
+        return (
+            None if newest is None else Checkpoint(step=newest[0], version=newest[1], path=newest[2], attempt=newest[3])
+        )
 
     @retried
     def checkpoint_steps(self) -> list[int]:
         """The steps that have a checkpoint which no rollback undid."""
         with self._db.read():
-            rows = self._db.rows("SELECT DISTINCT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY step")
-        return [step for (step,) in rows]
+            step_rows = self._db.rows(
+                "SELECT DISTINCT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY step"
+            )
+        return [step for (step,) in step_rows]
 
     @retried
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
@@ -108,11 +112,12 @@ class Lineage(StorePart):
             # Step 0 needs no checkpoint: it is the model that the run file names.
             if step != 0 and checkpoint is None:
                 raise StoreError(f"cannot roll back to step {step}: it has no checkpoint")
-            attempt = _attempt(self._db) + 1
-            self._db.execute("UPDATE meta SET value = ? WHERE key = 'attempt'", (str(attempt),))
-            for table in ("lineage", "checkpoints", "versions", "metrics"):
+            new_attempt = _attempt(self._db) + 1
+            self._db.execute("UPDATE meta SET value = ? WHERE key = 'attempt'", (str(new_attempt),))
+            for table_name in ("lineage", "checkpoints", "versions", "metrics"):
                 self._db.execute(
-                    f"UPDATE {table} SET undone_attempt = ? WHERE undone_attempt IS NULL AND step > ?", (attempt, step)
+                    f"UPDATE {table_name} SET undone_attempt = ? WHERE undone_attempt IS NULL AND step > ?",
+                    (new_attempt, step),
                 )
             self._db.execute(
                 "UPDATE episodes SET taken_step = NULL, dropped ="
@@ -129,11 +134,11 @@ class Lineage(StorePart):
                 " reason = iif(tokens_dropped = 1, reason, NULL) WHERE skipped_step > ?",
                 (step,),
             )
-            self._undo_evaluations(step, attempt)
+            self._undo_evaluations(step, new_attempt)
             # Last, since it counts the groups that the lines above have put back.
             if ahead is not None:
                 self._hold_back(too_early(self._db, step, ahead))
-        return attempt
+        return new_attempt
 
     def _hold_back(self, first: float) -> None:
         """Let training groups from id `first` on wait again: their episodes leave their workers, and the deadlines of
@@ -149,37 +154,37 @@ class Lineage(StorePart):
     def stands_beyond(self, step: int) -> bool:
         """Whether lineage or versions of a later step stand: then going on from `step` needs a rollback first."""
         with self._db.read():
-            row = self._db.row(
+            later_row = self._db.row(
                 "SELECT 1 FROM lineage WHERE undone_attempt IS NULL AND step > ?1"
                 " UNION ALL SELECT 1 FROM versions WHERE undone_attempt IS NULL AND step > ?1 LIMIT 1",
                 (step,),
             )
-        return row is not None
+        return later_row is not None
 
     def _undo_evaluations(self, step: int, attempt: int) -> None:
-        now = self._db.clock()
-        of_later = "purpose <> 'train' AND purpose NOT LIKE 'undone-%' AND started_step > ?"
+        undone_s = self._db.clock()
+        later_groups = "purpose <> 'train' AND purpose NOT LIKE 'undone-%' AND started_step > ?"
         for (episode_id,) in self._db.rows(
             "SELECT e.id FROM groups g INDEXED BY groups_evaluating CROSS JOIN episodes e ON e.group_id = g.id"
-            f" WHERE {of_later} AND e.state IN ('waiting', 'running')",
+            f" WHERE {later_groups} AND e.state IN ('waiting', 'running')",
             (step,),
         ):
-            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, undone_s)
         self._db.execute(
             "UPDATE groups SET purpose = ? || purpose, reason = iif(closed_s IS NULL, 'undone', reason),"
             " state = iif(closed_s IS NULL, 'expired', state), closed_s = COALESCE(closed_s, ?)"
-            f" WHERE {of_later}",
-            (f"undone-{attempt}:", now, step),
+            f" WHERE {later_groups}",
+            (f"undone-{attempt}:", undone_s, step),
         )
 
     @retried
     def episodes_of(self, step: int) -> list[int]:
         """Ids of the episodes that optimizer step `step` trained, in the order they were taken."""
         with self._db.read():
-            rows = self._db.rows(
+            lineage_rows = self._db.rows(
                 "SELECT episode_id FROM lineage WHERE step = ? AND undone_attempt IS NULL ORDER BY id", (step,)
             )
-        return [id for (id,) in rows]
+        return [episode_id for (episode_id,) in lineage_rows]
 
     @retried
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
@@ -190,34 +195,40 @@ class Lineage(StorePart):
         that of its training; of an expired, failed or evaluation group, that of its admission. Transcripts, rewards,
         lineage and token counts stay. A file does not shrink, its space is used again; a server gives it back, part by
         part. Never call it with a step beyond the oldest checkpoint that the run might still go back to."""
-        oldest = step - keep_steps
+        oldest_step = step - keep_steps
         with self._db.read():
-            rows = self._db.rows(
+            group_rows = self._db.rows(
                 "SELECT id FROM groups INDEXED BY groups_with_tokens WHERE tokens_dropped = 0 AND state = 'trained'"
                 " AND taken_step <= ?1 UNION ALL SELECT id FROM groups INDEXED BY groups_with_tokens"
                 " WHERE tokens_dropped = 0 AND started_step <= ?1"
                 " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))",
-                (oldest,),
+                (oldest_step,),
             )
             # Which groups are kept as a sample depends on their id alone. A draw at each call would, call by call, drop
             # every one of them.
-            dropped = [id for (id,) in rows if _share(id) >= keep_sample and not self._late_after(id, oldest)]
-        for first in range(0, len(dropped), _RETAIN_BATCH):
-            batch = dropped[first : first + _RETAIN_BATCH]
+            dropped_ids = [
+                group_id
+                for (group_id,) in group_rows
+                if _share(group_id) >= keep_sample and not self._late_after(group_id, oldest_step)
+            ]
+        for batch_start in range(0, len(dropped_ids), _RETAIN_BATCH):
+            group_batch = dropped_ids[batch_start : batch_start + _RETAIN_BATCH]
             with self._db.write():
-                self._db.upkeep.forget(batch)
-                self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", [(id,) for id in batch])
+                self._db.upkeep.forget(group_batch)
+                self._db.execute_many(
+                    "UPDATE groups SET tokens_dropped = 1 WHERE id = ?", [(group_id,) for group_id in group_batch]
+                )
         self._db.reclaim()
-        return len(dropped)
+        return len(dropped_ids)
 
     def _late_after(self, group_id: int, step: int) -> bool:
         """Whether a late member of a group was trained after `step`, or may still be."""
-        row = self._db.row(
+        member_row = self._db.row(
             "SELECT 1 FROM episodes WHERE group_id = ? AND late = 1"
             " AND COALESCE(taken_step, iif(dropped IS NULL, 9e18, 0)) > ? LIMIT 1",
             (group_id, step),
         )
-        return row is not None
+        return member_row is not None
 
     @retried
     def lead(self) -> None:

@@ -119,12 +119,14 @@ class Metrics(StorePart):
     @retried
     def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         """Record values under the current attempt. Numbers that are not finite become null."""
-        data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
+        packed_values = to_json(
+            {metric_name: finite(metric_value) for metric_name, metric_value in values.items()}, f"metrics {kind!r}"
+        )
         with self._db.write(shared=True):
             check_lead(self._db)
             self._db.execute(
                 f"INSERT INTO metrics (kind, step, attempt, time_s, data) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
-                (kind, step, self._db.clock(), data),
+                (kind, step, self._db.clock(), packed_values),
             )
 
     @retried
@@ -132,16 +134,21 @@ class Metrics(StorePart):
         """Values of a kind by step, then by time, of steps above `after`; with `undone` also undone ones. For all steps
         of a long run they take gigabytes: see `sample`."""
         with self._db.read():
-            rows = self._db.rows(
+            metric_rows = self._db.rows(
                 "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
                 " WHERE kind = ? AND step > ? AND (undone_attempt IS NULL OR ? = 1) ORDER BY step, id",
                 (kind, after, undone),
             )
         return [
             Metric(
-                kind=kind, step=step, attempt=attempt, time_s=time_s, values=json.loads(data), undone=gone is not None
+                kind=kind,
+                step=step,
+                attempt=attempt,
+                time_s=time_s,
+                values=json.loads(packed_values),
+                undone=undone_attempt is not None,
             )
-            for kind, step, attempt, time_s, data, gone in rows
+            for kind, step, attempt, time_s, packed_values, undone_attempt in metric_rows
         ]
 
     @retried
@@ -156,71 +163,76 @@ class Metrics(StorePart):
                 "SELECT id, step FROM metrics WHERE kind = ? AND undone_attempt IS NULL ORDER BY step, id", (kind,)
             )
             if len(step_rows) > most:
-                first, last = most // 4, len(step_rows) - most // 2
-                spread = range(first, last, max(1, (last - first) // max(1, most // 4)))
-                chosen = {*range(first), *spread, *range(last, len(step_rows))}
-                near_steps = {step + away for step in near for away in range(-reach, reach + 1)}
-                step_rows = [row for place, row in enumerate(step_rows) if place in chosen or row[1] in near_steps]
-            rows: list[Row] = []
-            for place in range(0, len(step_rows), _AT_ONCE):
-                ids = [number for number, _ in step_rows[place : place + _AT_ONCE]]
-                marks = ", ".join("?" * len(ids))
-                rows += self._db.rows(
-                    f"SELECT step, attempt, time_s, data FROM metrics WHERE id IN ({marks}) ORDER BY step, id", ids
+                head_end, tail_start = most // 4, len(step_rows) - most // 2
+                spread_positions = range(head_end, tail_start, max(1, (tail_start - head_end) // max(1, most // 4)))
+                chosen_positions = {*range(head_end), *spread_positions, *range(tail_start, len(step_rows))}
+                near_steps = {step + distance for step in near for distance in range(-reach, reach + 1)}
+                step_rows = [
+                    step_row
+                    for position, step_row in enumerate(step_rows)
+                    if position in chosen_positions or step_row[1] in near_steps
+                ]
+            metric_rows: list[Row] = []
+            for position in range(0, len(step_rows), _AT_ONCE):
+                metric_ids = [metric_id for metric_id, _ in step_rows[position : position + _AT_ONCE]]
+                placeholders = ", ".join("?" * len(metric_ids))
+                metric_rows += self._db.rows(
+                    f"SELECT step, attempt, time_s, data FROM metrics WHERE id IN ({placeholders}) ORDER BY step, id",
+                    metric_ids,
                 )
         return [
-            Metric(kind=kind, step=step, attempt=attempt, time_s=time_s, values=json.loads(data), undone=False)
-            for step, attempt, time_s, data in rows
+            Metric(kind=kind, step=step, attempt=attempt, time_s=time_s, values=json.loads(packed_values), undone=False)
+            for step, attempt, time_s, packed_values in metric_rows
         ]
 
     @retried
     def drops(self) -> dict[str, int]:
         """Training groups that never enter the loss, by reason, such as "stale" or "engine_failed"."""
         with self._db.read():
-            rows = self._db.rows(
+            reason_rows = self._db.rows(
                 "SELECT reason, COUNT(*) FROM groups WHERE purpose = ? AND state IN ('expired', 'failed')"
                 " GROUP BY reason ORDER BY 1",
                 (TRAIN,),
             )
-        return dict(rows)
+        return dict(reason_rows)
 
     @retried
     def endings(self, *, evaluation: bool = False) -> dict[StopReason, int]:
         """How the ended training episodes ended, or those of all evaluations. Constant time."""
         with self._db.read():
-            rows = self._db.rows(
+            ending_rows = self._db.rows(
                 "SELECT stop_reason, SUM(n) FROM ending_counts WHERE evaluation = ? AND n > 0 GROUP BY 1 ORDER BY 1",
                 (evaluation,),
             )
-        return {StopReason(reason): n for reason, n in rows}
+        return {StopReason(stop_reason): ending_count for stop_reason, ending_count in ending_rows}
 
     @retried
     def failures(self) -> Failures:
         """Failed episodes of the current attempt, evaluations included: those that infrastructure ended (expired ones
         apart). Constant time."""
         with self._db.read():
-            attempt, well = ended_well(self._db)
-            ended = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
-            counts = self._db.row(
+            attempt, ended_count = ended_well(self._db)
+            ended_row = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
+            outage_counts = self._db.row(
                 "SELECT COALESCE(SUM(episodes), 0), COUNT(*) FILTER (WHERE cause <> ?3),"
                 " COUNT(*) FILTER (WHERE cause <> ?3 AND well = ?2), COUNT(*) FILTER (WHERE cause = ?3),"
                 " COUNT(*) FILTER (WHERE cause = ?3 AND well = ?2) FROM outages WHERE attempt = ?1",
-                (attempt, well, RAISED),
+                (attempt, ended_count, RAISED),
             )
-            running = self._db.row("SELECT COUNT(*) FROM episodes WHERE state = 'running' AND holder IS NOT NULL")
-            last = self._db.row(f"SELECT detail FROM episodes WHERE {_FAILED} ORDER BY id DESC LIMIT 1")
-        assert ended is not None and counts is not None and running is not None
-        failed, outages, in_a_row, raised, raised_in_a_row = counts
+            running_row = self._db.row("SELECT COUNT(*) FROM episodes WHERE state = 'running' AND holder IS NOT NULL")
+            last_failure = self._db.row(f"SELECT detail FROM episodes WHERE {_FAILED} ORDER BY id DESC LIMIT 1")
+        assert ended_row is not None and outage_counts is not None and running_row is not None
+        failed_count, outages, in_a_row, raised_count, raised_in_a_row = outage_counts
         return Failures(
-            failed=failed,
-            ended=max(ended[0], failed),  # one that is played again has failed, and has not ended
-            detail="" if last is None else last[0],
+            failed=failed_count,
+            ended=max(ended_row[0], failed_count),  # one that is played again has failed, and has not ended
+            detail="" if last_failure is None else last_failure[0],
             outages=outages,
             in_a_row=in_a_row,
-            well=well,
-            raised=raised,
+            well=ended_count,
+            raised=raised_count,
             raised_in_a_row=raised_in_a_row,
-            running=running[0],
+            running=running_row[0],
         )
 
     @retried
@@ -228,7 +240,7 @@ class Metrics(StorePart):
         """The failures of a purpose, or of all, that ended after `after_s`, by task and reason in the order of their
         first episodes. Reads every failed episode: call it when `failures` shows more of them."""
         with self._db.read():
-            rows = self._db.rows(
+            failure_rows = self._db.rows(
                 "SELECT g.task, g.purpose, e.stop_reason, e.detail, e.id, e.ended_s FROM episodes e"
                 f" JOIN groups g ON g.id = e.group_id WHERE e.{_FAILED} AND e.ended_s > ?1"
                 " AND g.purpose = COALESCE(?2, g.purpose) ORDER BY e.id",
@@ -236,44 +248,44 @@ class Metrics(StorePart):
             )
         return _failed_together(
             FailedTask(
-                task=unpack_task(task),
-                purpose=of,
-                reason=StopReason(reason),
+                task=unpack_task(packed_task),
+                purpose=task_purpose,
+                reason=StopReason(stop_reason),
                 detail=detail,
                 times=1,
-                episode=id,
+                episode=episode_id,
                 last_s=ended_s,
             )
-            for task, of, reason, detail, id, ended_s in rows
+            for packed_task, task_purpose, stop_reason, detail, episode_id, ended_s in failure_rows
         )
 
     @retried
     def waited(self) -> Waits:
         """How long training episodes waited. Reads every ended episode: call it at the end of a run."""
         with self._db.read():
-            row = self._db.row(
+            time_row = self._db.row(
                 "SELECT TOTAL(ended_s - started_s), TOTAL((SELECT SUM(t.ended_s - t.started_s) FROM turns t"
                 "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial))"
                 " FROM episodes WHERE evaluation = 0 AND ended_s IS NOT NULL AND started_s IS NOT NULL"
             )
-        assert row is not None
+        assert time_row is not None
         # What is left of an episode after its turns: times that were measured apart would need a row more for each
         # step, for a number that is read once at the end.
-        return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
+        return Waits(engine_s=time_row[1], env_s=max(0.0, time_row[0] - time_row[1]))
 
     @retried
     def episodes_trained(self) -> int:
         """Episodes that entered the loss in the lineage that counts."""
         with self._db.read():
-            row = self._db.row("SELECT COUNT(*) FROM lineage WHERE undone_attempt IS NULL")
-        return 0 if row is None else row[0]
+            count_row = self._db.row("SELECT COUNT(*) FROM lineage WHERE undone_attempt IS NULL")
+        return 0 if count_row is None else count_row[0]
 
     @retried
     def progress(self) -> tuple[int, ...]:
         """Counters: every turn, answer, score that counts, ended episode and learner step raises one of them. Nothing
         else does: neither metrics nor expired episodes. Constant time."""
         with self._db.read():
-            row = self._db.row(
+            counter_row = self._db.row(
                 # Highest numbers and sums of counters, never counts of rows: this is asked every second for as long as
                 # the run lives. Expired episodes are left out on purpose. They end by a deadline, so a run in which
                 # nothing works any more would seem to move by giving up (law 4).
@@ -281,20 +293,20 @@ class Metrics(StorePart):
                 " (SELECT MAX(version) FROM versions),"
                 " (SELECT SUM(n) FROM ending_counts WHERE stop_reason <> 'expired'), (SELECT SUM(n) FROM score_counts)"
             )
-        assert row is not None
-        return tuple(number or 0 for number in row)
+        assert counter_row is not None
+        return tuple(counter_value or 0 for counter_value in counter_row)
 
     @retried
     def members_dropped(self) -> dict[str, int]:
         """Training episodes that never enter the loss, by reason, see `LengthBias`. Reads every ended episode."""
-        return {reason: lengths.episodes for reason, lengths in self.length_bias().by_reason.items()}
+        return {drop_reason: lengths.episodes for drop_reason, lengths in self.length_bias().by_reason.items()}
 
     @retried
     def length_bias(self) -> LengthBias:
         """Lengths of trained and dropped training episodes; those that may still be trained are neither. Reads every
         ended episode: do not call it every turn."""
         with self._db.read():
-            rows = self._db.rows(
+            length_rows = self._db.rows(
                 "SELECT e.taken_step IS NOT NULL AND e.dropped IS NULL,"
                 " COALESCE(e.dropped, iif(g.state IN ('expired', 'failed') AND e.late = 0, g.reason, NULL)),"
                 " e.stop_reason, e.outcome IS NULL, COUNT(*), SUM(e.n_turns), SUM(e.n_tokens),"
@@ -303,36 +315,37 @@ class Metrics(StorePart):
                 " AND e.stop_reason IS NOT NULL GROUP BY 1, 2, 3, 4",
                 (TRAIN,),
             )
-        trained = _Sum()
-        dropped = _Sum()
-        by_reason: dict[str, _Sum] = {}
-        for in_lineage, reason, stop_reason, without_outcome, *sums in rows:
+        trained_sum = _Sum()
+        dropped_sum = _Sum()
+        sums_by_reason: dict[str, _Sum] = {}
+        for in_lineage, drop_reason, stop_reason, without_outcome, *length_sums in length_rows:
             in_loss = StopReason(stop_reason).by_policy and not without_outcome
             if in_lineage:
-                trained.add(*sums)
-            elif reason is not None or not in_loss:  # else it waits to be taken
-                dropped.add(*sums)
-                by_reason.setdefault(reason or stop_reason, _Sum()).add(*sums)
+                trained_sum.add(*length_sums)
+            elif drop_reason is not None or not in_loss:  # else it waits to be taken
+                dropped_sum.add(*length_sums)
+                sums_by_reason.setdefault(drop_reason or stop_reason, _Sum()).add(*length_sums)
         return LengthBias(
-            trained=trained.mean(),
-            dropped=dropped.mean(),
-            by_reason={reason: total.mean() for reason, total in sorted(by_reason.items())},
+            trained=trained_sum.mean(),
+            dropped=dropped_sum.mean(),
+            by_reason={drop_reason: reason_sum.mean() for drop_reason, reason_sum in sorted(sums_by_reason.items())},
         )
 
     @retried
     def activity(self, turns: int) -> Activity:
         """The spans of time in which somebody worked, of the newest `turns` turns. Constant time."""
-        newest = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
+        newest_turns = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
         with self._db.read():
-            turn_rows = self._db.rows(newest, (turns,))
+            turn_rows = self._db.rows(newest_turns, (turns,))
             episodes = self._db.rows(
-                f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest}) t)"
+                f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest_turns}) t)"
                 " AND started_s IS NOT NULL UNION SELECT id, started_s, ended_s FROM episodes"
                 " WHERE state = 'running' AND holder IS NOT NULL AND started_s IS NOT NULL",
                 (turns,),
             )
         return Activity(
-            turns=[(began, ended, n) for _, began, ended, n in turn_rows], episodes=[(a, b) for _, a, b in episodes]
+            turns=[(turn_start_s, turn_end_s, token_count) for _, turn_start_s, turn_end_s, token_count in turn_rows],
+            episodes=[(episode_start_s, episode_end_s) for _, episode_start_s, episode_end_s in episodes],
         )
 
     @retried
@@ -340,7 +353,7 @@ class Metrics(StorePart):
         """The ended episodes of the newest `limit` training groups, by id. An episode that started anew, after its
         worker died for example, counts from its first claim, with the turns of its last trial."""
         with self._db.read():
-            rows = self._db.rows(
+            turn_rows = self._db.rows(
                 "SELECT e.id, e.group_id, e.started_s, e.ended_s, e.stop_reason, e.outcome, t.started_s, t.ended_s,"
                 " t.n_tokens FROM (SELECT id FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?) g"
                 " JOIN episodes e ON e.group_id = g.id"
@@ -348,39 +361,55 @@ class Metrics(StorePart):
                 " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
                 (TRAIN, limit),
             )
-        times: list[EpisodeTimes] = []
-        for (_, group_id, began, ended, reason, outcome), turns in groupby(rows, key=lambda row: row[:6]):
-            played = tuple((start, end, n) for *_, start, end, n in turns if n is not None)
-            scores = scored(StopReason(reason), outcome)
-            times.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
-        return times
+        episode_times: list[EpisodeTimes] = []
+        for (_, group_id, began_s, ended_s, stop_reason, outcome), episode_turns in groupby(
+            turn_rows, key=lambda row: row[:6]
+        ):
+            played_turns = tuple(
+                (turn_start_s, turn_end_s, token_count)
+                for *_, turn_start_s, turn_end_s, token_count in episode_turns
+                if token_count is not None
+            )
+            is_scored = scored(StopReason(stop_reason), outcome)
+            episode_times.append(
+                EpisodeTimes(
+                    group_id=group_id, started_s=began_s, ended_s=ended_s, scored=is_scored, turns=played_turns
+                )
+            )
+        return episode_times
 
     @retried
     def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
         """Ids of those of the newest `limit` training groups that give no signal, whether or not they were skipped."""
         with self._db.read():
-            rows = self._db.rows(
+            group_rows = self._db.rows(
                 "SELECT id, record, task FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?", (TRAIN, limit)
             )
-        closed = ((id, unpack_record(record), unpack_task(task)) for id, record, task in rows if record is not None)
-        return frozenset(id for id, record, task in closed if is_silent(record, returns.for_env(task.env)))
+        closed_groups = (
+            (group_id, unpack_record(record), unpack_task(task))
+            for group_id, record, task in group_rows
+            if record is not None
+        )
+        return frozenset(
+            group_id for group_id, record, task in closed_groups if is_silent(record, returns.for_env(task.env))
+        )
 
     @retried
     def push_times(self) -> list[float]:
         """Seconds from the minting of each weight version until the engines served it, oldest first."""
         with self._db.read():
-            rows = self._db.rows(
+            version_rows = self._db.rows(
                 "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
                 " ORDER BY version"
             )
-        return [seconds for (seconds,) in rows]
+        return [push_seconds for (push_seconds,) in version_rows]
 
     @retried
     def training_bias(self, returns: Returns) -> TrainingBias:
         """The comparison; `returns` says what an advantage is made of. Reads every ended episode: call it at the end
         of a run."""
         with self._db.read():
-            rows = self._db.rows(
+            episode_rows = self._db.rows(
                 "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
                 " e.taken_step IS NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
                 " e.late = 1 AND e.dropped IS NULL AND e.taken_step IS NULL"
@@ -390,49 +419,53 @@ class Metrics(StorePart):
                 (TRAIN,),
             )
             episodes: list[_Episode] = []
-            late: defaultdict[int, dict[int, MemberRecord]] = defaultdict(dict)
-            for *row, seconds, trained, is_late, stop_reason, outcome, outcomes, open_yet in rows:
-                judged = scored(stop_reason, outcome)
-                if open_yet and judged:
+            late_records: defaultdict[int, dict[int, MemberRecord]] = defaultdict(dict)
+            for *columns, seconds, trained, is_late, stop_reason, outcome, outcomes, is_open in episode_rows:
+                is_judged = scored(stop_reason, outcome)
+                if is_open and is_judged:
                     continue  # it may still be trained
-                episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
-                if is_late and judged:
-                    late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
-            advantage = self._advantages({episode.group_id for episode in episodes}, late, returns)
+                episodes.append(_Episode(*columns, seconds=seconds or 0.0, trained=bool(trained)))
+                if is_late and is_judged:
+                    late_records[columns[1]][columns[2]] = record_of(self._db, columns[0], outcome, outcomes)
+            advantage = self._advantages({episode.group_id for episode in episodes}, late_records, returns)
         # The quartiles are those of all episodes, also for the side that was trained. With borders of its own, a side
         # from which every long episode was dropped would show four even quarters and no bias.
-        cuts = _quantiles([float(episode.tokens) for episode in episodes])
-        borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
+        token_quantiles = _quantiles([float(episode.tokens) for episode in episodes])
+        quartile_borders = [token_quantiles["p25"], token_quantiles["p50"], token_quantiles["p75"]]
         return TrainingBias(
-            admitted=_side(episodes, advantage, borders),
-            trained=_side([episode for episode in episodes if episode.trained], advantage, borders),
+            admitted=_side(episodes, advantage, quartile_borders),
+            trained=_side([episode for episode in episodes if episode.trained], advantage, quartile_borders),
         )
 
     def _advantages(
         self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
     ) -> dict[tuple[int, int], tuple[float, float]]:
         """The mean advantage and mean |advantage| of each judged member, by group and member."""
-        means: dict[tuple[int, int], tuple[float, float]] = {}
-        for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
-            if id in groups:
-                of_env = returns.for_env(unpack_task(task).env)
-                for member, of_turns in advantages(unpack_record(packed), of_env, late.get(id)).items():
-                    if of_turns:
-                        means[id, member] = fmean(of_turns), fmean(map(abs, of_turns))
-        return means
+        member_means: dict[tuple[int, int], tuple[float, float]] = {}
+        for group_id, packed_record, task in self._db.execute(
+            "SELECT id, record, task FROM groups WHERE record IS NOT NULL"
+        ):
+            if group_id in groups:
+                env_returns = returns.for_env(unpack_task(task).env)
+                for member_index, turn_advantages in advantages(
+                    unpack_record(packed_record), env_returns, late.get(group_id)
+                ).items():
+                    if turn_advantages:
+                        member_means[group_id, member_index] = fmean(turn_advantages), fmean(map(abs, turn_advantages))
+        return member_means
 
 
 def _failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
     """The failures with those of one task, purpose and reason in one row, in the order in which these come."""
-    failed: dict[tuple[str, ...], FailedTask] = {}
-    for row in rows:
-        key = pack_identity(row.task), row.purpose, row.reason, row.detail
-        previous = failed.get(key)
+    failures_by_key: dict[tuple[str, ...], FailedTask] = {}
+    for failed_task in rows:
+        failure_key = pack_identity(failed_task.task), failed_task.purpose, failed_task.reason, failed_task.detail
+        previous = failures_by_key.get(failure_key)
         if previous is not None:
-            last = max(previous, row, key=lambda one: (one.last_s, one.episode))
-            row = replace(last, times=previous.times + row.times)
-        failed[key] = row
-    return list(failed.values())
+            latest_failure = max(previous, failed_task, key=lambda one: (one.last_s, one.episode))
+            failed_task = replace(latest_failure, times=previous.times + failed_task.times)
+        failures_by_key[failure_key] = failed_task
+    return list(failures_by_key.values())
 
 
 @dataclass(slots=True)
@@ -449,18 +482,21 @@ class _Sum:
         self.seconds += seconds
 
     def mean(self) -> EpisodeLengths:
-        n = self.episodes or math.nan
+        episode_count = self.episodes or math.nan
         return EpisodeLengths(
-            episodes=self.episodes, turns=self.turns / n, tokens=self.tokens / n, seconds=self.seconds / n
+            episodes=self.episodes,
+            turns=self.turns / episode_count,
+            tokens=self.tokens / episode_count,
+            seconds=self.seconds / episode_count,
         )
 
 
 def finite(value: Json) -> Json:
     """The value itself; None for a number that JSON cannot hold (NaN, infinity), also inside a dict or a list."""
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in cast("dict[str, Json]", value).items()}
+        return {entry_key: finite(entry_value) for entry_key, entry_value in cast("dict[str, Json]", value).items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in cast("list[Json]", value)]
+        return [finite(entry_value) for entry_value in cast("list[Json]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -527,22 +563,25 @@ class _Episode(NamedTuple):
 def _side(
     episodes: Sequence[_Episode], advantage: Mapping[tuple[int, int], tuple[float, float]], borders: Sequence[float]
 ) -> Side:
-    judged = [
-        (episode.tokens, *advantage[key])
+    judged_members = [
+        (episode.tokens, *advantage[member_key])
         for episode in episodes
-        if (key := (episode.group_id, episode.member)) in advantage
+        if (member_key := (episode.group_id, episode.member)) in advantage
     ]
-    total = math.fsum(size for _, _, size in judged)
+    magnitude_total = math.fsum(mean_magnitude for _, _, mean_magnitude in judged_members)
     quarters: list[list[float]] = [[], [], [], []]
-    for tokens, mean, _ in judged:
-        quarters[sum(tokens > border for border in borders)].append(mean)
+    for token_count, mean_advantage, _ in judged_members:
+        quarters[sum(token_count > border for border in borders)].append(mean_advantage)
     first, second, third, fourth = (fmean(of_quarter) if of_quarter else math.nan for of_quarter in quarters)
     return Side(
         episodes=len(episodes),
         turns=_quantiles([float(episode.turns) for episode in episodes]),
         tokens=_quantiles([float(episode.tokens) for episode in episodes]),
         seconds=_quantiles([episode.seconds for episode in episodes]),
-        weighted_tokens=math.fsum(tokens * size for tokens, _, size in judged) / total if total else math.nan,
+        weighted_tokens=math.fsum(token_count * mean_magnitude for token_count, _, mean_magnitude in judged_members)
+        / magnitude_total
+        if magnitude_total
+        else math.nan,
         advantage_by_quartile=(first, second, third, fourth),
     )
 
@@ -551,7 +590,8 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     """The mean, and the smallest values that so many of all do not exceed."""
     if not values:
         return dict.fromkeys(("mean", *_QUANTILES), math.nan)
-    ranked = sorted(values)
-    return {"mean": fmean(ranked)} | {
-        name: ranked[max(0, math.ceil(share * len(ranked)) - 1)] for name, share in _QUANTILES.items()
+    ranked_values = sorted(values)
+    return {"mean": fmean(ranked_values)} | {
+        quantile_name: ranked_values[max(0, math.ceil(episode_share * len(ranked_values)) - 1)]
+        for quantile_name, episode_share in _QUANTILES.items()
     }

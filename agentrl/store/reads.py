@@ -109,10 +109,10 @@ class Shown:
 
 def load_image(db: Database, digest: str) -> bytes:
     """The data of an image, inside a transaction. Raises StoreError for one that the store lacks."""
-    row = db.row("SELECT data FROM images WHERE digest = ?", (digest,))
-    if row is None:
+    image_row = db.row("SELECT data FROM images WHERE digest = ?", (digest,))
+    if image_row is None:
         raise NotInStore(f"no image {digest[:80]!r} in {db.path}")
-    return row[0]
+    return image_row[0]
 
 
 class Readers(StorePart):
@@ -130,13 +130,16 @@ class Readers(StorePart):
     def trajectories(self, purpose: str) -> Iterator[Trajectory]:
         """Every episode of a purpose, group by group. Groups that end meanwhile are seen as they stand when reached."""
         with self._db.read():
-            ids = [id for (id,) in self._db.rows("SELECT id FROM groups WHERE purpose = ? ORDER BY id", (purpose,))]
+            group_ids = [
+                listed_id
+                for (listed_id,) in self._db.rows("SELECT id FROM groups WHERE purpose = ? ORDER BY id", (purpose,))
+            ]
         # A transaction for each group. One for all would hold back SQLite's checkpoint of its log for as long as the
         # caller takes over each group, which may be a judge's call over the network.
-        for group_id in ids:
+        for group_id in group_ids:
             with self._db.read():
-                group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
-            yield from group
+                trajectories = load_trajectories(self._db, "e.group_id = ?", (group_id,))
+            yield from trajectories
 
     @retried
     def image(self, digest: str) -> bytes:
@@ -156,7 +159,7 @@ class Readers(StorePart):
         forks. A reader that goes on from its last id sees the same groups in the same order as one that starts
         anew."""
         with self._db.read():
-            rows = self._db.rows(
+            result_rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
                 " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
                 # `|| ''` keeps the index by purpose and state out of it: that index would give all groups of the run
@@ -166,13 +169,16 @@ class Readers(StorePart):
                 " GROUP BY g.id ORDER BY g.id",
                 ("train", after),
             )
-        return [GroupResult(id=id, task=unpack_task(task), plays=n, success=rate) for id, task, n, rate in rows]
+        return [
+            GroupResult(id=group_id, task=unpack_task(packed_task), plays=play_count, success=success_rate)
+            for group_id, packed_task, play_count, success_rate in result_rows
+        ]
 
     @retried
     def restarts(self, episode_id: int) -> list[Restart]:
         """The earlier trials of an episode, oldest first."""
         with self._db.read():
-            rows = self._db.rows(
+            restart_rows = self._db.rows(
                 "SELECT trial, reason, start FROM restarts WHERE episode_id = ? ORDER BY trial", (episode_id,)
             )
             shown = Shown(self._db)
@@ -180,11 +186,11 @@ class Readers(StorePart):
                 Restart(
                     trial=trial,
                     reason=reason,
-                    start=shown.messages(start or "[]"),
-                    turns=tuple(_turns(shown, *self._db.all_rows(scores_query(*of), _turns_query(*of)))),
+                    start=shown.messages(packed_start or "[]"),
+                    turns=tuple(_turns(shown, *self._db.all_rows(scores_query(*trial_key), _turns_query(*trial_key)))),
                 )
-                for trial, reason, start in rows
-                for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
+                for trial, reason, packed_start in restart_rows
+                for trial_key in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
             ]
 
     @retried
@@ -193,10 +199,10 @@ class Readers(StorePart):
     ) -> list[EpisodeRow]:
         """Episodes of a purpose or group by id, at most `limit` with ids above `after`."""
         conditions, parameters = ["e.id > ?"], [after]
-        for column, value in (("g.purpose", purpose), ("g.id", group_id)):
-            if value is not None:
-                conditions.append(f"{column} = ?")
-                parameters.append(value)  # pyright: ignore[reportArgumentType]
+        for column_name, filter_value in (("g.purpose", purpose), ("g.id", group_id)):
+            if filter_value is not None:
+                conditions.append(f"{column_name} = ?")
+                parameters.append(filter_value)  # pyright: ignore[reportArgumentType]
         with self._db.read():
             return episode_rows(self._db, " AND ".join(conditions), parameters, limit)
 
@@ -205,7 +211,7 @@ def episode_rows(
     db: Database, where: str, parameters: Sequence[int | str | float], limit: int | None = None
 ) -> list[EpisodeRow]:
     """The episodes (`e`, of a group `g`) that `where` selects, by id, inside a transaction."""
-    rows = db.rows(
+    selected_rows = db.rows(
         "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
         " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s,"
         " e.late, e.taken_step, e.dropped, g.admitted_s FROM episodes e JOIN groups g ON g.id = e.group_id"
@@ -213,7 +219,7 @@ def episode_rows(
         f" WHERE {where} GROUP BY e.id, g.id ORDER BY e.id" + (" LIMIT ?" if limit is not None else ""),
         parameters if limit is None else (*parameters, limit),
     )
-    return [_episode_row(row) for row in rows]
+    return [_episode_row(selected_row) for selected_row in selected_rows]
 
 
 def _episode_row(row: Row) -> EpisodeRow:
@@ -246,31 +252,31 @@ def _episode_row(row: Row) -> EpisodeRow:
 def load_group(db: Database, group_id: int, only: Collection[int] | None = None) -> Group:
     """A group with its members, or only those with ids in `only`, inside a transaction. Raises StoreError for an
     unknown id."""
-    chosen = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
-    group_rows, episodes, weights = db.all_rows(
+    member_condition = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
+    group_rows, episode_rows, weight_rows = db.all_rows(
         ("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,)),
-        (_episodes(f"e.group_id = ? AND {chosen}"), (group_id, *(only or ()))),
+        (_episodes(f"e.group_id = ? AND {member_condition}"), (group_id, *(only or ()))),
         (WEIGHTS, ()),
     )
     if not group_rows:
         raise NotInStore(f"no group {group_id} in {db.path}")
-    ((task, state, size, started_step, taken_step, record),) = group_rows
+    ((packed_task, group_state, group_size, started_step, taken_step, packed_record),) = group_rows
     return Group(
         id=group_id,
-        task=unpack_task(task),
-        state=GroupState(state),
-        size=size,
-        trajectories=tuple(_trajectories(db, episodes, dict(weights))),
+        task=unpack_task(packed_task),
+        state=GroupState(group_state),
+        size=group_size,
+        trajectories=tuple(_trajectories(db, episode_rows, dict(weight_rows))),
         started_step=started_step,
         taken_step=taken_step,
-        record=None if record is None else unpack_record(record),
+        record=None if packed_record is None else unpack_record(packed_record),
     )
 
 
 def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> list[Trajectory]:
     """The episodes (`e`) that `where` selects, with the turns of their last trial, inside a transaction."""
-    episodes, weights = db.all_rows((_episodes(where), parameters), (WEIGHTS, ()))
-    return _trajectories(db, episodes, dict(weights))
+    episode_rows, weight_rows = db.all_rows((_episodes(where), parameters), (WEIGHTS, ()))
+    return _trajectories(db, episode_rows, dict(weight_rows))
 
 
 def _episodes(where: str) -> str:
@@ -282,16 +288,16 @@ def _episodes(where: str) -> str:
 
 
 def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, float]) -> list[Trajectory]:
-    shown = Shown(db)
-    turns = turns_of(db, [id for id, *_ in episodes], shown)
+    shown_messages = Shown(db)
+    turns_by_episode = turns_of(db, [episode_id for episode_id, *_ in episodes], shown_messages)
     return [
         Trajectory(
-            episode_id=id,
+            episode_id=episode_id,
             group_id=group_id,
             member=member,
             task=unpack_task(task),
-            start=() if start is None else shown.messages(start),
-            turns=turns[id],
+            start=() if start is None else shown_messages.messages(start),
+            turns=turns_by_episode[episode_id],
             stop_reason=None if stop_reason is None else StopReason(stop_reason),
             outcome=outcome,
             success=None if success is None else bool(success),
@@ -299,17 +305,24 @@ def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, f
             weights=weights,
             tools=NO_TOOLS if tools is None else unpack_tools(tools),
         )
-        for id, group_id, member, task, start, stop_reason, outcome, success, outcomes, tools in episodes
+        for episode_id, group_id, member, task, start, stop_reason, outcome, success, outcomes, tools in episodes
     ]
 
 
 def turns_of(db: Database, episodes: Sequence[int], shown: Shown | None = None) -> dict[int, tuple[Turn, ...]]:
     """The turns of each episode's last trial, inside a transaction; `shown` has images that were read before."""
     shown = shown or Shown(db)
-    query = [query for id in episodes for query in (scores_query(LAST_TRIAL, (id,)), _turns_query(LAST_TRIAL, (id,)))]
-    tables = db.all_rows(*query)
-    pairs = zip(tables[::2], tables[1::2], strict=True)
-    return {id: tuple(_turns(shown, scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
+    turn_queries = [
+        episode_query
+        for episode_id in episodes
+        for episode_query in (scores_query(LAST_TRIAL, (episode_id,)), _turns_query(LAST_TRIAL, (episode_id,)))
+    ]
+    query_results = db.all_rows(*turn_queries)
+    row_pairs = zip(query_results[::2], query_results[1::2], strict=True)
+    return {
+        episode_id: tuple(_turns(shown, score_rows, turn_rows))
+        for episode_id, (score_rows, turn_rows) in zip(episodes, row_pairs, strict=True)
+    }
 
 
 LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
@@ -327,12 +340,12 @@ def scores_query(where: str, parameters: Sequence[int]) -> Query:
 
 def scores_by_turn(rows: Iterable[Row]) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
     """Return, by the index of a turn, the values that count by source, and their weighted sum."""
-    scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    sums: defaultdict[int, float] = defaultdict(float)
-    for index, source, value, weight in rows:
-        scores[index][source] = value
-        sums[index] += weight * value
-    return scores, sums
+    turn_scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    weighted_sums: defaultdict[int, float] = defaultdict(float)
+    for turn_index, source_name, score_value, weight in rows:
+        turn_scores[turn_index][source_name] = score_value
+        weighted_sums[turn_index] += weight * score_value
+    return turn_scores, weighted_sums
 
 
 WEIGHTS = "SELECT source, weight FROM sources ORDER BY source"
@@ -350,7 +363,7 @@ def _turns_query(where: str, parameters: Sequence[int]) -> Query:
 
 
 def _turns(shown: Shown, scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
-    scores, sums = scores_by_turn(scored)
+    turn_scores, weighted_sums = scores_by_turn(scored)
     for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
         prompt_ids, token_ids, logprobs, columns = ((), (), (), NONE) if blob is None else unpack_tokens(blob)
         yield Turn(
@@ -368,22 +381,22 @@ def _turns(shown: Shown, scored: Iterable[Row], rows: Iterable[Row]) -> Iterator
             learns=bool(learns),
             experts=None if experts is None else unpack_experts(experts),
             columns=columns,
-            scores=scores.get(index, {}),
-            score=sums.get(index, 0.0),
+            scores=turn_scores.get(index, {}),
+            score=weighted_sums.get(index, 0.0),
             started_s=began,
             ended_s=ended,
         )
 
 
 def _step(row: Sequence[str | float | int], shown: Shown) -> Step:
-    observation, reward, terminated, truncated, info = row
-    fields = unpack_answer(str(info))
-    if "history" in fields:
-        fields["history"] = shown.whole(fields["history"])
+    observation, reward, terminated, truncated, packed_answer = row
+    answer_fields = unpack_answer(str(packed_answer))
+    if "history" in answer_fields:
+        answer_fields["history"] = shown.whole(answer_fields["history"])
     return Step(
         observation=shown.messages(str(observation)),
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        **fields,
+        **answer_fields,
     )

@@ -51,8 +51,8 @@ class Recovery(StorePart):
             if not self._unknown(saved) and not self._gap(saved):
                 return 0
         with self._db.write(durable=True):
-            unknown = self._unknown(saved)
-            for episode_id, step in unknown:
+            unknown_episodes = self._unknown(saved)
+            for episode_id, step in unknown_episodes:
                 self._believe(episode_id, step, max_lag)
             if self._gap(saved):
                 self._give_up()
@@ -60,33 +60,35 @@ class Recovery(StorePart):
             # tags tokens with a version: a new row under an old number would be taken for trained, or its tokens for
             # those of other weights. How many rows were lost nobody knows, so a thousand are skipped; a store has room
             # for 2^63.
-            self._db.upkeep.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
+            self._db.upkeep.skip_numbers(
+                "episodes", max((unknown_id for unknown_id, _ in unknown_episodes), default=0), _SPARE
+            )
             self._db.upkeep.skip_numbers("groups", 0, _SPARE)
             self._db.upkeep.skip_numbers("versions", 0, _SPARE)
-        return len(unknown)
+        return len(unknown_episodes)
 
     def _unknown(self, saved: Sequence[Saved]) -> list[tuple[int, int]]:
         """(episode, step) pairs of which the store knows neither a take nor a loss."""
-        listed = (
-            (id, step)
+        listed_episodes = (
+            (episode_id, step)
             for checkpoint in saved
-            for step, ids in enumerate(checkpoint.episodes, checkpoint.previous_step + 1)
-            for id in ids
+            for step, episode_ids in enumerate(checkpoint.episodes, checkpoint.previous_step + 1)
+            for episode_id in episode_ids
         )
-        return [(id, step) for id, step in listed if not self._knows(id)]
+        return [(episode_id, step) for episode_id, step in listed_episodes if not self._knows(episode_id)]
 
     def _knows(self, episode_id: int) -> bool:
-        row = self._db.row(
+        known_row = self._db.row(
             "SELECT 1 FROM lineage WHERE episode_id = ?1 AND undone_attempt IS NULL"
             " UNION ALL SELECT 1 FROM lost_members WHERE episode_id = ?1 LIMIT 1",
             (episode_id,),
         )
-        return row is not None
+        return known_row is not None
 
     def _gap(self, saved: Sequence[Saved]) -> bool:
         """Whether the checkpoints begin after the last one that the store knows."""
-        row = self._db.row("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")
-        return bool(saved) and row is not None and row[0] < saved[0].previous_step
+        step_row = self._db.row("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")
+        return bool(saved) and step_row is not None and step_row[0] < saved[0].previous_step
 
     def _give_up(self) -> None:
         # Everything that might have been trained in steps of which no list is left is given up. That may drop episodes
@@ -101,18 +103,18 @@ class Recovery(StorePart):
             self._drop_member(episode_id, LINEAGE_LOST)
 
     def _believe(self, episode_id: int, step: int, max_lag: int) -> None:
-        row = self._db.row(
+        episode_row = self._db.row(
             "SELECT g.id, g.state, e.stop_reason, e.outcome, e.late, e.dropped FROM episodes e"
             " JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
             (episode_id,),
         )
-        group_id, state, stop_reason, outcome, late, dropped = row or (0, None, None, None, 0, None)
-        taken = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
-        closed = state in taken or (state == GroupState.EXPIRED and late)
+        group_id, state, stop_reason, outcome, late, dropped = episode_row or (0, None, None, None, 0, None)
+        closed_states = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
+        is_closed = state in closed_states or (state == GroupState.EXPIRED and late)
         # The row of the episode is still there in full, and only its place in the lineage was lost: it can be written
         # as the take would have written it. Anything less is noted as lost. To rebuild a row from the checkpoint's list
         # would invent rewards and tokens that nobody has any more.
-        if closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
+        if is_closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
             self._db.execute(
                 f"INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
                 (episode_id, step, max_lag, self._db.clock()),
@@ -129,18 +131,18 @@ class Recovery(StorePart):
             self._drop_member(episode_id, JOURNAL_LOST)
 
     def _drop_group(self, group_id: int, reason: str) -> None:
-        now = self._db.clock()
+        dropped_s = self._db.clock()
         for (episode_id,) in self._db.rows(
             "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND state IN ('waiting', 'running')", (group_id,)
         ):
-            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, dropped_s)
         self._db.execute(
-            "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (reason, now, group_id)
+            "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (reason, dropped_s, group_id)
         )
 
     def _drop_member(self, episode_id: int, reason: str) -> None:
         """Drop a late member without its group."""
-        row = self._db.row("SELECT stop_reason FROM episodes WHERE id = ?", (episode_id,))
-        if row is not None and row[0] is None:
+        member_row = self._db.row("SELECT stop_reason FROM episodes WHERE id = ?", (episode_id,))
+        if member_row is not None and member_row[0] is None:
             end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, self._db.clock())
         self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (reason, episode_id))

@@ -43,8 +43,8 @@ class Value(Generic[_T]):
 
     def within(self, db: Database) -> _T:
         """Return the value, inside a transaction."""
-        row = db.row("SELECT value FROM meta WHERE key = ?", (self.key,))
-        return self._value(None if row is None else row[0])
+        meta_row = db.row("SELECT value FROM meta WHERE key = ?", (self.key,))
+        return self._value(None if meta_row is None else meta_row[0])
 
     def set(self, store: _Writes, value: _T) -> None:
         """Set it for every process of the run."""
@@ -52,8 +52,8 @@ class Value(Generic[_T]):
 
     def swap(self, store: _Swaps, before: _T, value: _T) -> bool:
         """Set it if it still is `before`; returns whether it was."""
-        texts = ("" if each_value == self.unset else self.text(each_value) for each_value in (before, value))
-        return store.swap_meta(self.key, *texts)
+        value_texts = ("" if each_value == self.unset else self.text(each_value) for each_value in (before, value))
+        return store.swap_meta(self.key, *value_texts)
 
     def text(self, value: _T) -> str:
         """A value as its row has it."""

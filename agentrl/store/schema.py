@@ -44,16 +44,16 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 def read_version(connection: sqlite3.Connection) -> int:
     """The schema version of an open SQLite database, 0 if another program wrote it."""
-    ours = connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
-    return int(connection.execute("PRAGMA user_version").fetchone()[0]) if ours else 0
+    is_ours = connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
+    return int(connection.execute("PRAGMA user_version").fetchone()[0]) if is_ours else 0
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
     """Make the tables of an empty SQLite database. The caller holds a write transaction and commits it."""
     # Not `executescript`, which would commit that transaction before it begins.
     statement = ""
-    for line in text("schema.sql").splitlines(keepends=True):
-        statement += line
+    for sql_line in text("schema.sql").splitlines(keepends=True):
+        statement += sql_line
         if sqlite3.complete_statement(statement):
             connection.execute(statement)
             statement = ""

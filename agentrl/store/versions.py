@@ -38,48 +38,48 @@ class Versions(StorePart):
         # AUTOINCREMENT alone remembers only what reached the disk.
         with self._db.write(durable=True):
             check_lead(self._db)
-            number = self._db.insert(
+            version_number = self._db.insert(
                 f"INSERT INTO versions (step, path, attempt, minted_s) VALUES (?, ?, {ATTEMPT_SQL}, ?)",
                 (step, None if path is None else str(path), self._db.clock()),
             )
-        return WeightVersion(version=number, step=step)
+        return WeightVersion(version=version_number, step=step)
 
     @retried
     def confirm_version(self, version: WeightVersion | int) -> None:
         """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
-        number = version if isinstance(version, int) else version.version
+        version_number = version if isinstance(version, int) else version.version
         with self._db.write():
             check_lead(self._db)
-            cursor = self._db.execute(
+            version_update = self._db.execute(
                 # The first engine counts: from then on tokens of this version may come, and admission must reckon with
                 # its step. Later engines confirm too and change nothing.
                 "UPDATE versions SET confirmed_s = COALESCE(confirmed_s, ?) WHERE version = ?",
-                (self._db.clock(), number),
+                (self._db.clock(), version_number),
             )
-            if cursor.rowcount == 0:
-                raise StoreError(f"weight version {number} was never minted")
+            if version_update.rowcount == 0:
+                raise StoreError(f"weight version {version_number} was never minted")
 
     @retried
     def current_version(self) -> WeightVersion:
         """The latest confirmed version. Raises StoreError while no engine serves any."""
         with self._db.read():
-            current = latest_confirmed(self._db)
-        if current is None:
+            latest_version = latest_confirmed(self._db)
+        if latest_version is None:
             raise StoreError("no weight version is confirmed yet: no engine serves any")
-        return current
+        return latest_version
 
     @retried
     def served_versions(self, after: int = 0) -> list[ServedVersion]:
         """The confirmed versions above `after` that no rollback undid, by their number."""
         with self._db.read():
-            rows = self._db.rows(
+            version_rows = self._db.rows(
                 "SELECT version, step, minted_s, confirmed_s FROM versions"
                 " WHERE version > ? AND confirmed_s IS NOT NULL AND undone_attempt IS NULL ORDER BY version",
                 (after,),
             )
         return [
             ServedVersion(version=version, step=step, minted_s=minted_s, confirmed_s=confirmed_s)
-            for version, step, minted_s, confirmed_s in rows
+            for version, step, minted_s, confirmed_s in version_rows
         ]
 
     @retried
@@ -90,25 +90,25 @@ class Versions(StorePart):
     @retried
     def step_of(self, version: int) -> int:
         """The optimizer step that made a version. Raises StoreError if it was never minted."""
-        if (step := self._made_at(version)) is None:
+        if (made_step := self._made_at(version)) is None:
             raise StoreError(f"weight version {version} was never minted")
-        return step
+        return made_step
 
     def _made_at(self, version: int) -> int | None:
         if version not in self._step_of:
             with self._db.read():
-                row = self._db.row("SELECT step FROM versions WHERE version = ?", (version,))
-            if row is None:
+                version_row = self._db.row("SELECT step FROM versions WHERE version = ?", (version,))
+            if version_row is None:
                 return None
-            self._step_of[version] = row[0]
+            self._step_of[version] = version_row[0]
         return self._step_of[version]
 
     @retried
     def is_undone(self, version: int) -> bool:
         """Whether a rollback undid the step of a version; then its step says nothing about its age."""
         with self._db.read():
-            row = self._db.row("SELECT undone_attempt FROM versions WHERE version = ?", (version,))
-        return row is not None and row[0] is not None
+            version_row = self._db.row("SELECT undone_attempt FROM versions WHERE version = ?", (version,))
+        return version_row is not None and version_row[0] is not None
 
     @retried
     def version_at(self, step: int) -> WeightVersion | None:
@@ -116,15 +116,19 @@ class Versions(StorePart):
         with self._db.read():
             # A step may have several versions: a resumed run sends the weights that it went back to under a new number,
             # so that engines which serve an undone version take them.
-            row = self._db.row("SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,))
-        return None if row is None or row[0] is None else WeightVersion(version=row[0], step=step)
+            version_row = self._db.row(
+                "SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,)
+            )
+        return (
+            None if version_row is None or version_row[0] is None else WeightVersion(version=version_row[0], step=step)
+        )
 
     @retried
     def weights_path(self, version: int) -> Path | None:
         """The file a version was minted with; None if it has none or was never minted."""
         with self._db.read():
-            row = self._db.row("SELECT path FROM versions WHERE version = ?", (version,))
-        return None if row is None or row[0] is None else Path(row[0])
+            version_row = self._db.row("SELECT path FROM versions WHERE version = ?", (version,))
+        return None if version_row is None or version_row[0] is None else Path(version_row[0])
 
 
 LATEST_CONFIRMED = (
@@ -135,5 +139,5 @@ LATEST_CONFIRMED = (
 
 def latest_confirmed(db: Database) -> WeightVersion | None:
     """The latest confirmed version that no rollback undid. Inside a transaction."""
-    row = db.row(LATEST_CONFIRMED)
-    return None if row is None else WeightVersion(version=row[0], step=row[1])
+    version_row = db.row(LATEST_CONFIRMED)
+    return None if version_row is None else WeightVersion(version=version_row[0], step=version_row[1])
