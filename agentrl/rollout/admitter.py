@@ -58,48 +58,53 @@ class Admitter:
 
     async def run(self, aside: Aside[Any]) -> None:
         """Admit for ever, whenever there may be room, in calls that `aside` makes. On a full disk, try again."""
-        work = Waiting(self.store)
+        wait_for_work = Waiting(self.store)
         while True:
             # At most one step's groups a call, again and again while there is room: a start that admits a whole horizon
             # at once would hold the store's write lock while all workers wait for their first claim.
             while await wait_for_space(lambda: aside(lambda _: self.admit(self.bounds.groups_per_step))):
                 await trio.lowlevel.checkpoint()
-            await work("control", _LOOK_S)
+            await wait_for_work("control", _LOOK_S)
 
     def admit(self, limit: int) -> int:
         """Start at most `limit` groups; returns how many. Forks that are due come first, as long as there are tasks
         whose places they can take; then tasks that infrastructure lost, then new ones."""
         self._observe()
-        bounds = bounds_now(self.bounds, self.max_lag())
-        started = passed = 0
-        while started < limit and passed < _SKIPPED:
-            room = self.store.groups.admissible(bounds, limit=limit - started)
-            end = room.first + room.groups - room.replays
-            end = end if self.tasks.size is None else min(end, self.tasks.size)
+        current_bounds = bounds_now(self.bounds, self.max_lag())
+        started_groups = passed_over = 0
+        while started_groups < limit and passed_over < _SKIPPED:
+            group_room = self.store.groups.admissible(current_bounds, limit=limit - started_groups)
+            end_index = group_room.first + group_room.groups - group_room.replays
+            end_index = end_index if self.tasks.size is None else min(end_index, self.tasks.size)
             # Tasks are made before the transaction that admits them, since a task source may be the user's own code and
             # slow. By then the room may be gone or the next task another one; the store notices (`first`), and the loop
             # looks again.
-            tasks = [self.tasks.task(index) for index in range(room.first, end)]
-            if not tasks and not room.replays:
+            next_tasks = [self.tasks.task(index) for index in range(group_room.first, end_index)]
+            if not next_tasks and not group_room.replays:
                 break
-            if tasks and self.pivots is not None and self.pivots.fork():
-                started += 1
+            if next_tasks and self.pivots is not None and self.pivots.fork():
+                started_groups += 1
                 continue
-            skipped = [task.index for task in tasks if self.skips(task)]
-            admitted = self.store.groups.admit(
-                tasks, first=room.first, bounds=bounds, limit=limit - started, skipped=skipped
+            skipped_indices = [task.index for task in next_tasks if self.skips(task)]
+            admitted_groups = self.store.groups.admit(
+                next_tasks,
+                first=group_room.first,
+                bounds=current_bounds,
+                limit=limit - started_groups,
+                skipped=skipped_indices,
             )
             # Tasks that were passed over are bounded too: a source of which everything is in quarantine would otherwise
             # be walked through to its end in one call.
-            started, passed = started + admitted, passed + room.groups - admitted
-        return started
+            started_groups += admitted_groups
+            passed_over += group_room.groups - admitted_groups
+        return started_groups
 
     def _observe(self) -> None:
         if not isinstance(self.tasks, Curriculum):
             return
-        for result in self.store.reads.results(self._seen):
-            self._seen = result.id
+        for group_result in self.store.reads.results(self._seen):
+            self._seen = group_result.id
             # A group whose members report no success (all failed by infrastructure, for instance) teaches a curriculum
             # nothing: to count it as 0 would make a broken sandbox look like a task that is too hard (law 3).
-            if result.plays:
-                self.tasks.observe(result.task, result.success, plays=result.plays)
+            if group_result.plays:
+                self.tasks.observe(group_result.task, group_result.success, plays=group_result.plays)

@@ -49,14 +49,14 @@ def choices(group: Group) -> Iterator[tuple[Trajectory, Turn]]:
 
 def uniform(group: Group, chance: random.Random) -> Pivot | None:
     """Any turn of any episode, each as likely."""
-    pivots = [Pivot(trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
-    return chance.choice(pivots) if pivots else None
+    possible_pivots = [Pivot(trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return chance.choice(possible_pivots) if possible_pivots else None
 
 
 def entropy(group: Group, chance: random.Random) -> Pivot | None:
     """The turn whose tokens were least expected: their mean -log p, which is the policy's entropy in expectation."""
-    ranked = [(-fmean(turn.logprobs), trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
-    return Pivot(*max(ranked)[1:]) if ranked else None
+    ranked_turns = [(-fmean(turn.logprobs), trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return Pivot(*max(ranked_turns)[1:]) if ranked_turns else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class LowReward:
     below: float
 
     def __call__(self, group: Group, chance: random.Random) -> Pivot | None:
-        first: dict[int, Pivot] = {}
+        first_by_episode: dict[int, Pivot] = {}
         for trajectory, turn in choices(group):
             if turn.reward < self.below:
-                first.setdefault(trajectory.episode_id, Pivot(trajectory.episode_id, turn.index))
-        return chance.choice(list(first.values())) if first else None
+                first_by_episode.setdefault(trajectory.episode_id, Pivot(trajectory.episode_id, turn.index))
+        return chance.choice(list(first_by_episode.values())) if first_by_episode else None
 
 
 class Pivots:
@@ -87,31 +87,33 @@ class Pivots:
     def of(cls, config: RunConfig, groups: Groups, reads: Readers) -> Pivots | None:
         """Return the pivots of a run file, None without `[rollout.pivot]`. Raises UsageError for a rule that cannot be
         imported."""
-        pivot = config.rollout.pivot
-        if pivot is None:
+        pivot_settings = config.rollout.pivot
+        if pivot_settings is None:
             return None
-        ours: dict[str, PivotRule] = dict(zip(PIVOT_RULES, (uniform, entropy, LowReward(0.0)), strict=True))
-        rule = ours.get(pivot.rule) or cast(PivotRule, registry.load_reference(pivot.rule))
-        return cls(groups, reads, rule, share=pivot.share, k=pivot.k, seed=config.seed)
+        built_in_rules: dict[str, PivotRule] = dict(zip(PIVOT_RULES, (uniform, entropy, LowReward(0.0)), strict=True))
+        pivot_rule = built_in_rules.get(pivot_settings.rule) or cast(
+            PivotRule, registry.load_reference(pivot_settings.rule)
+        )
+        return cls(groups, reads, pivot_rule, share=pivot_settings.share, k=pivot_settings.k, seed=config.seed)
 
     def fork(self) -> bool:
         """Start the next fork that is due. Returns whether there was one."""
-        for result in self._reads.results(self._seen):
-            self._seen = result.id
-            if self._chance(result.id, "lot").random() < self._share and result.id not in self._done:
-                self._due.append(result.id)
+        for group_result in self._reads.results(self._seen):
+            self._seen = group_result.id
+            if self._chance(group_result.id, "lot").random() < self._share and group_result.id not in self._done:
+                self._due.append(group_result.id)
         while self._due and not self._hopeless():
-            group = self._reads.group(self._due[0])
-            pivot = self._rule(group, self._chance(group.id, "turn"))
+            closed_group = self._reads.group(self._due[0])
+            chosen_pivot = self._rule(closed_group, self._chance(closed_group.id, "turn"))
             try:
-                if pivot is not None:
-                    self._groups.fork(pivot.episode_id, turn=pivot.turn, k=self._k)
+                if chosen_pivot is not None:
+                    self._groups.fork(chosen_pivot.episode_id, turn=chosen_pivot.turn, k=self._k)
             except UsageError:  # its tokens are gone, or a rule of the user's chose a turn that is none
-                pivot = None
+                chosen_pivot = None
             # Only after the fork is in the store: on a full disk the call above raises, and the group is still due at
             # the next try.
             self._due.popleft()
-            if pivot is not None:
+            if chosen_pivot is not None:
                 return True
         return False
 
@@ -125,12 +127,15 @@ class Pivots:
         # A fork that cannot be brought to its turn has taken the place of a group that would have trained. A few
         # failures in a row are taken for a property of the environment, and the run goes on without forks instead of
         # ending.
-        latest = self._groups.fork_states(_TRIED)
-        if len(latest) < _TRIED or set(latest) != {GroupState.FAILED}:
+        latest_states = self._groups.fork_states(_TRIED)
+        if len(latest_states) < _TRIED or set(latest_states) != {GroupState.FAILED}:
             return False
         if self._share:
-            hint = "environments must be replayable or offer snapshots (docs/explanation/partial-rollouts.md)"
-            print(f"agentrl: the last {_TRIED} forks failed, so rollout.pivot makes no more: {hint}", file=sys.stderr)
+            correction = "environments must be replayable or offer snapshots (docs/explanation/partial-rollouts.md)"
+            print(
+                f"agentrl: the last {_TRIED} forks failed, so rollout.pivot makes no more: {correction}",
+                file=sys.stderr,
+            )
         self._share = 0.0
         self._due.clear()
         return True

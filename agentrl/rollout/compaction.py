@@ -47,16 +47,16 @@ def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
     be imported or called."""
     if settings.how == "drop_tools":
         return partial(drop_tools, keep=1)
-    function: Any = registry.load_reference(settings.how)
-    if not callable(function):
+    shorten_messages: Any = registry.load_reference(settings.how)
+    if not callable(shorten_messages):
         raise UsageError(f"rollout.compaction.how = {settings.how!r}: it is no function of (messages) -> messages")
-    return function
+    return shorten_messages
 
 
 def writes_notes(turns: Sequence[Turn], index: int) -> bool:
     """Whether the turn at `index` is the policy's notes, which the answer before it requested."""
-    before = turns[index - 1].step if index else None
-    return before is not None and before.compaction == REQUESTED
+    previous_answer = turns[index - 1].step if index else None
+    return previous_answer is not None and previous_answer.compaction == REQUESTED
 
 
 def acts(turns: Sequence[Turn]) -> int:
@@ -72,19 +72,21 @@ def ask(step: Step, request: str) -> Step:
 def noted(start: Messages, before: Step, notes: str) -> Step:
     """The answer to a turn of notes: the conversation goes on from its first messages with them. What the environment
     has `before` still holds."""
-    history = _with_text(start, f"{_NOTES}\n{notes.strip()}", end=False)
-    return Step(observation=(), history=history, unsettled=before.unsettled, compaction=SUMMARY)
+    noted_messages = _with_text(start, f"{_NOTES}\n{notes.strip()}", end=False)
+    return Step(observation=(), history=noted_messages, unsettled=before.unsettled, compaction=SUMMARY)
 
 
 def conversation(start: Messages, turns: Sequence[Turn], step: Step) -> list[Message]:
     """The messages so far, with those of `step`, the answer to the last turn."""
-    messages = list(start)
+    messages_so_far = list(start)
     for turn in turns:
         answer = step if turn is turns[-1] else turn.step
-        messages.append(Message(role="assistant", content=turn.text))
+        messages_so_far.append(Message(role="assistant", content=turn.text))
         if answer is not None:
-            messages = [*messages, *answer.observation] if answer.history is None else list(answer.history)
-    return messages
+            messages_so_far = (
+                [*messages_so_far, *answer.observation] if answer.history is None else list(answer.history)
+            )
+    return messages_so_far
 
 
 def as_before(step: Step, before: Step) -> Step:
@@ -94,10 +96,12 @@ def as_before(step: Step, before: Step) -> Step:
         return replace(step, history=before.history)
     if before.compaction != REQUESTED or not before.observation:
         return step
-    *earlier, last = before.observation
-    if len(earlier) < len(step.observation):  # the request is the end of the last message
-        earlier.append({**last, "content": last["content"][: len(step.observation[-1]["content"])]})
-    return replace(step, observation=before.observation) if tuple(earlier) == step.observation else step
+    *earlier_messages, last_message = before.observation
+    if len(earlier_messages) < len(step.observation):  # the request is the end of the last message
+        earlier_messages.append(
+            {**last_message, "content": last_message["content"][: len(step.observation[-1]["content"])]}
+        )
+    return replace(step, observation=before.observation) if tuple(earlier_messages) == step.observation else step
 
 
 def most_tokens(messages: Messages) -> int:
@@ -112,27 +116,30 @@ def most_tokens(messages: Messages) -> int:
 async def shortened(settings: CompactionSettings, messages: list[Message], where: str) -> Messages:
     """The messages that the function of a run file, plain or async, makes of these. Raises EnvError, naming `where`,
     for anything else than messages."""
-    result: Any = await call(shortener(settings), messages)
-    if isinstance(result, list):
-        result = tuple(cast("list[Any]", result))
-    if reason := _MESSAGES.why_not(result):
-        raise EnvError(f"{where} returned no messages: {reason}")
-    return cast(Messages, result)
+    short_messages: Any = await call(shortener(settings), messages)
+    if isinstance(short_messages, list):
+        short_messages = tuple(cast("list[Any]", short_messages))
+    if why_refused := _MESSAGES.why_not(short_messages):
+        raise EnvError(f"{where} returned no messages: {why_refused}")
+    return cast(Messages, short_messages)
 
 
 def drop_tools(messages: list[Message], *, keep: int) -> list[Message]:
     """The messages, of which tool answers but the last `keep` say only that they are left out."""
-    answers = [place for place, message in enumerate(messages) if message["role"] == "tool"]
-    old = set(answers[: len(answers) - keep] if keep else answers)
-    return [{**message, "content": _LEFT_OUT} if place in old else message for place, message in enumerate(messages)]
+    tool_positions = [position for position, message in enumerate(messages) if message["role"] == "tool"]
+    dropped_positions = set(tool_positions[: len(tool_positions) - keep] if keep else tool_positions)
+    return [
+        {**message, "content": _LEFT_OUT} if position in dropped_positions else message
+        for position, message in enumerate(messages)
+    ]
 
 
 def _with_text(messages: Messages, text: str, *, end: bool) -> Messages:
     """Messages with a text of the user's: in the last message of the user's (with `end`, only if it is the last of
     all), else behind all. Many templates take no two messages of a user's in a row."""
-    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not places or (end and places[-1] != len(messages) - 1):
+    user_positions = [position for position, message in enumerate(messages) if message["role"] == "user"]
+    if not user_positions or (end and user_positions[-1] != len(messages) - 1):
         return (*messages, Message(role="user", content=text))
-    place = places[-1]
-    joined: Message = {**messages[place], "content": f"{messages[place]['content']}\n\n{text}"}
-    return (*messages[:place], joined, *messages[place + 1 :])
+    position = user_positions[-1]
+    joined_message: Message = {**messages[position], "content": f"{messages[position]['content']}\n\n{text}"}
+    return (*messages[:position], joined_message, *messages[position + 1 :])

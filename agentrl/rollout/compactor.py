@@ -52,19 +52,19 @@ class Compactor:
     async def answer(self, turn: Turn) -> Step:
         """The answer to a turn; one of notes never reaches the environment. If `turn` has an answer in the journal, its
         compaction is repeated, whatever the settings are now. Raises TimeUp, PolicyFault."""
-        turns = self._journal.turns
-        if compaction.writes_notes(turns, turn.index):
-            before = turns[turn.index - 1].step
-            assert before is not None
+        journaled_turns = self._journal.turns
+        if compaction.writes_notes(journaled_turns, turn.index):
+            previous_answer = journaled_turns[turn.index - 1].step
+            assert previous_answer is not None
             self._env.charge(turn)  # notes are sampled tokens too
-            return compaction.noted(self._journal.start, before, turn.text)
-        step = await self._env.step(turn)
+            return compaction.noted(self._journal.start, previous_answer, turn.text)
+        env_answer = await self._env.step(turn)
         # A replay: whether and how the conversation was made shorter stands in the journal, with the recorded answer.
         if turn.step is not None:
-            return compaction.as_before(step, turn.step)
-        if self._settings is None or step.terminated or step.truncated or step.history is not None:
-            return step
-        return await self._compacted(self._settings, turn, step)
+            return compaction.as_before(env_answer, turn.step)
+        if self._settings is None or env_answer.terminated or env_answer.truncated or env_answer.history is not None:
+            return env_answer
+        return await self._compacted(self._settings, turn, env_answer)
 
     async def _compacted(self, settings: CompactionSettings, turn: Turn, step: Step) -> Step:
         """Return the answer `step` to `turn` as it is, or, if the context after it reaches `settings.at` of the room,
@@ -72,23 +72,25 @@ class Compactor:
         roles."""
         journal, prompts = self._journal, self._prompts
         if step.role is not None or turn.role != POLICY:
-            env = journal.claim.task.env
-            raise EnvError(f"{env}: rollout.compaction is for environments of one role: leave it out")
+            env_name = journal.claim.task.env
+            raise EnvError(f"{env_name}: rollout.compaction is for environments of one role: leave it out")
         by_policy = settings.how == compaction.SUMMARY
         with_request = compaction.ask(step, settings.request) if by_policy else step
         tokens_before = len(journal.context_after(turn.index))
-        most = settings.at * self._max_context
+        token_limit = settings.at * self._max_context
         # A cheap upper bound first: only an answer that may reach the limit is rendered here, and it is rendered again
         # for the next turn.
-        if tokens_before + compaction.most_tokens(with_request.observation) < most:
+        if tokens_before + compaction.most_tokens(with_request.observation) < token_limit:
             return step
-        tokens = tokens_before + len(await prompts.extension(turn, with_request.observation))
-        if tokens < most or by_policy:
-            return step if tokens < most else with_request
-        where = f"rollout.compaction.how = {settings.how!r}"
+        token_count = tokens_before + len(await prompts.extension(turn, with_request.observation))
+        if token_count < token_limit or by_policy:
+            return step if token_count < token_limit else with_request
+        function_label = f"rollout.compaction.how = {settings.how!r}"
         messages = compaction.conversation(journal.start, journal.turns, step)
-        history = await self._env.calls(where, partial(compaction.shortened, settings, messages, where))
+        short_messages = await self._env.calls(
+            function_label, partial(compaction.shortened, settings, messages, function_label)
+        )
         # A conversation that is no shorter would make a second row and gain no room, so it goes on as it is.
-        if len(await prompts.start(history)) >= tokens:
+        if len(await prompts.start(short_messages)) >= token_count:
             return replace(step, compaction=compaction.NO_SHORTER)
-        return replace(step, history=history, compaction=compaction.SHORTENED)
+        return replace(step, history=short_messages, compaction=compaction.SHORTENED)

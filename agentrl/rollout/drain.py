@@ -37,14 +37,14 @@ class TurnGate:
     def break_off(self) -> None:
         self._leaving_now = True
         self.leave()
-        for turn in self._turns:
-            turn.cancel()
+        for turn_scope in self._turns:
+            turn_scope.cancel()
 
     def pause(self, *, now: bool) -> None:
         self.paused, self._paused_now = True, now
-        for turn, breakable in self._turns.items():
+        for turn_scope, breakable in self._turns.items():
             if now and breakable:
-                turn.cancel()
+                turn_scope.cancel()
 
     def go_on(self) -> None:
         self.paused = self._paused_now = False
@@ -60,16 +60,16 @@ class TurnGate:
     async def during(self, turn: Awaitable[_T], *, breakable: bool) -> _T:
         """Wait for a turn. Raises HandedBack if it was broken off because the worker leaves; TurnPaused if by a pause,
         which does that to a `breakable` one."""
-        with trio.CancelScope() as scope:
-            self._turns[scope] = breakable
+        with trio.CancelScope() as turn_scope:
+            self._turns[turn_scope] = breakable
             try:
                 if self._leaving_now or (self._paused_now and breakable):
-                    scope.cancel()
+                    turn_scope.cancel()
                 # Cancelled by a scope of its own, not by an error that is thrown in: the turn ends at its next
                 # checkpoint as at any deadline, and writes the tokens that it has (see `generate_turn`).
                 return await turn
             finally:
-                del self._turns[scope]
+                del self._turns[turn_scope]
         raise HandedBack if self._leaving_now else TurnPaused
 
     def _change(self) -> None:

@@ -47,29 +47,29 @@ class EnvCalls:
 
         Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if its action
         took longer than `policy_s`."""
-        deadline_s, acted, failed = self.deadline_s, policy_s is not None, None
+        deadline_s, has_acted, call_error = self.deadline_s, policy_s is not None, None
         # A PolicyFault before the policy has acted is a mistake of the environment, whatever its class says: nothing in
         # a reset can be the policy's doing.
-        where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
-        with clocks.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
+        call_label, passed_errors = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if has_acted else ()))
+        with clocks.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as stopwatch:
             try:
-                with boundary(EnvError, f"{where} raised", passes=passes, place=True):
+                with boundary(EnvError, f"{call_label} raised", passes=passed_errors, place=True):
                     return await call()
             except AgentRLError as error:
-                failed = error
+                call_error = error
             except ENDS_A_PROCESS as error:
-                failed = EnvError(f"{where} raised {one_line(error)}")
+                call_error = EnvError(f"{call_label} raised {one_line(error)}")
             finally:
-                self.seconds += watch.seconds if acted else 0.0
+                self.seconds += stopwatch.seconds if has_acted else 0.0
         # The clock that ran out decides, not the error that came out: code that is cut off at its deadline raises
         # whatever it likes, and an author may catch the cancellation and raise something else. Whose time it was is law
         # 3.
-        if watch.over is Whose.POLICY and acted:
-            raise TimeUp(f"{where}: the policy's action took over {policy_s:g} s") from failed
-        if watch.over is not None:
-            raise EnvError(f"{where} took over {deadline_s:g} s") from failed
-        assert failed is not None
-        raise failed
+        if stopwatch.over is Whose.POLICY and has_acted:
+            raise TimeUp(f"{call_label}: the policy's action took over {policy_s:g} s") from call_error
+        if stopwatch.over is not None:
+            raise EnvError(f"{call_label} took over {deadline_s:g} s") from call_error
+        assert call_error is not None
+        raise call_error
 
 
 async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: EnvCalls) -> float:
@@ -77,11 +77,11 @@ async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: EnvCalls) 
     cannot be judged in time, InfrastructureError for a failure of the rewarder, also from its PolicyFault."""
 
     async def reward() -> float:
-        value = float(await sync_async.call(rewarder, trajectory, blocking=False))
+        reward_value = float(await sync_async.call(rewarder, trajectory, blocking=False))
         # Written as "not at most", since every comparison with NaN is false: the other way round NaN would pass.
-        if not abs(value) <= LARGEST:
-            raise EnvError(f"{guard.env}: reward gave {value}: give a number within {LARGEST:g} of 0")
-        return value
+        if not abs(reward_value) <= LARGEST:
+            raise EnvError(f"{guard.env}: reward gave {reward_value}: give a number within {LARGEST:g} of 0")
+        return reward_value
 
     try:
         return await guard("reward", reward, policy_s=guard.deadline_s)
@@ -100,5 +100,5 @@ def reason_of(error: InfrastructureError) -> StopReason:
 
 def one_line(error: BaseException | None) -> str:
     """The error in one line; with the name of its class, unless it is an InfrastructureError or TimeUp."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, InfrastructureError | TimeUp) else f"{type(error).__name__}: {text}"
+    error_text = " ".join(str(error).split())
+    return error_text if isinstance(error, InfrastructureError | TimeUp) else f"{type(error).__name__}: {error_text}"

@@ -67,7 +67,7 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCa
     episode = _Episode(claim, context, unbroken)
     try:
         try:
-            cause = await episode.run()
+            stop_cause = await episode.run()
         finally:
             await episode.env.close()
     # Before the line below, of which it is a subclass: if the journal cannot be written, no ending can be written
@@ -75,13 +75,15 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCa
     except StoreError:
         raise
     except InfrastructureError as error:
-        cause = failure(error, claim, context.tracebacks)
+        stop_cause = failure(error, claim, context.tracebacks)
     # After the environment was closed: a rewarder may take minutes, and a box that idles meanwhile is one that another
     # episode waits for. The verdict and the files that it needs are in the journal by now.
-    cause, ending = await episode.scoring.ending(cause)
+    stop_cause, ending = await episode.scoring.ending(stop_cause)
     await episode.journal.finish(ending)  # law 2: the episode may be trained from here on, once; law 3: or never
-    log.info("the episode ended: %s%s", cause.stop_reason.value, f" ({cause.detail})" if cause.detail else "")
-    return cause
+    log.info(
+        "the episode ended: %s%s", stop_cause.stop_reason.value, f" ({stop_cause.detail})" if stop_cause.detail else ""
+    )
+    return stop_cause
 
 
 class _Episode:
@@ -99,16 +101,16 @@ class _Episode:
         self.scoring = Scoring(context, self.journal, self.env, players)
 
     async def run(self) -> StopCause:
-        cause = self._end()  # not None: the episode had ended, and only its end was not written
-        if cause is None:
-            cause = await self._begin()
-        while cause is None:
+        stop_cause = self._end()  # not None: the episode had ended, and only its end was not written
+        if stop_cause is None:
+            stop_cause = await self._begin()
+        while stop_cause is None:
             # Between two turns and nowhere else: here the journal is complete and the environment answered, so nothing
             # is lost when an episode is handed over. To stop amid a step would leave an effect that no answer records.
             await self._context.gate.passed()
             with self._log_ids(len(self.journal.turns)):
-                cause = await self._turn()
-        return cause
+                stop_cause = await self._turn()
+        return stop_cause
 
     async def _begin(self) -> StopCause | None:
         """Start the episode, or go on where the journal stands: there the last action may have no answer yet."""
@@ -116,55 +118,56 @@ class _Episode:
         if await restore.open_at(env, journal, self._compactor.answer):
             with self._log_ids(len(journal.turns) - 1):
                 return await self._answer() if journal.awaits_answer else None
-        schemas = await env.tool_schemas(again=True)
-        tools = env.shown(schemas) if schemas else NO_TOOLS
-        await journal.begin(env.latest.observation, tools)  # a replay has to get the same observation (law 2)
+        tool_schemas = await env.tool_schemas(again=True)
+        shown_tools = env.shown(tool_schemas) if tool_schemas else NO_TOOLS
+        await journal.begin(env.latest.observation, shown_tools)  # a replay has to get the same observation (law 2)
         return None
 
     async def _turn(self) -> StopCause | None:
         """Sample one action, and have it answered."""
         settings = self._settings
         try:
-            prompt = await self._prompts.next()
+            turn_prompt = await self._prompts.next()
         except PolicyFault as fault:  # of a journal that another chat template rendered
             return StopCause(StopReason.POLICY_FAULT, one_line(fault))
-        room = settings.max_context - len(prompt.context)
-        if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
-            return await self._no_room(self._why_no_room(len(prompt.context)))
+        remaining_tokens = settings.max_context - len(turn_prompt.context)
+        if remaining_tokens < 1:  # even the first prompt does not fit, or the run was resumed with less room
+            return await self._no_room(self._why_no_room(len(turn_prompt.context)))
         try:
             # Tokens are written while they come, so that an interrupted turn goes on from them (law 1).
-            turn = await self._sampler.sample(prompt, min(settings.max_tokens_per_turn, room))
+            sampled_turn = await self._sampler.sample(turn_prompt, min(settings.max_tokens_per_turn, remaining_tokens))
         except ContextFull as error:
             return await self._no_room(one_line(error))
-        await self.journal.write_turn(turn)  # law 1: a crash from here on repeats the step, and never the sampling
-        log.info("the turn has %d tokens (%s)", len(turn.token_ids), turn.finish)
+        await self.journal.write_turn(sampled_turn)  # law 1: a crash from here on repeats the step, never the sampling
+        log.info("the turn has %d tokens (%s)", len(sampled_turn.token_ids), sampled_turn.finish)
         return await self._answer()
 
     async def _answer(self) -> StopCause | None:
         """Have the last turn answered, and journal the answer. If a limit of the run or a fault ends the episode here,
         the answer holds the stop reason and, at a limit, the environment's verdict."""
-        journal, env, turn = self.journal, self.env, self.journal.turns[-1]
-        step, reason, detail = Step(observation=()), None, ""
+        journal, env, last_turn = self.journal, self.env, self.journal.turns[-1]
+        env_answer, stop_reason, stop_detail = Step(observation=()), None, ""
         try:
-            step = await self._compactor.answer(turn)
-            journal.answer(step)
-            if not (step.terminated or step.truncated):
-                reason = await self._limit()
-        except TimeUp as up:
-            reason, detail = StopReason.TIME_LIMIT, str(up)
+            env_answer = await self._compactor.answer(last_turn)
+            journal.answer(env_answer)
+            if not (env_answer.terminated or env_answer.truncated):
+                stop_reason = await self._limit()
+        except TimeUp as time_up:
+            stop_reason, stop_detail = StopReason.TIME_LIMIT, str(time_up)
         except PolicyFault as fault:  # of the action, or of the chat template: it refuses what the action led to
-            reason, detail = StopReason.POLICY_FAULT, one_line(fault)
-        if reason is not None:
-            step, why_unjudged = await self._cut(step, reason)
-            detail = detail or why_unjudged
-        if self._context.artifacts and turn.learns:  # before the answer: tests judge the work of this very turn
+            stop_reason, stop_detail = StopReason.POLICY_FAULT, one_line(fault)
+        if stop_reason is not None:
+            env_answer, why_unjudged = await self._cut(env_answer, stop_reason)
+            stop_detail = stop_detail or why_unjudged
+        if self._context.artifacts and last_turn.learns:  # before the answer: tests judge the work of this very turn
             await keep_artifacts(env.env, env.calls, journal, self._settings.step_deadline_s)
-        await journal.write_answer(step)  # law 2: whoever goes on from here repeats the action, and compares the answer
-        log.info("the environment answered: reward %g", step.reward)
-        cause = self._end(detail)
-        if cause is None:
+        # Law 2: whoever goes on from here repeats the action, and compares the answer.
+        await journal.write_answer(env_answer)
+        log.info("the environment answered: reward %g", env_answer.reward)
+        stop_cause = self._end(stop_detail)
+        if stop_cause is None:
             await self._snapshots.keep(env.env, env.calls, journal)  # law 2: a restart goes on from it, without replay
-        return cause
+        return stop_cause
 
     async def _limit(self) -> StopReason | None:
         """The limit of the run that is reached with the last turn, if any."""
@@ -173,40 +176,40 @@ class _Episode:
             return StopReason.TURN_LIMIT
         if self.env.calls.seconds >= settings.episode_deadline_s:
             return StopReason.TIME_LIMIT
-        prompt = await self._prompts.ahead()
-        return StopReason.CONTEXT_LIMIT if len(prompt.context) >= settings.max_context else None
+        next_prompt = await self._prompts.ahead()
+        return StopReason.CONTEXT_LIMIT if len(next_prompt.context) >= settings.max_context else None
 
     async def _cut(self, step: Step, reason: StopReason) -> tuple[Step, str]:
         """The last answer of an episode that the environment did not end, and why the work could not be judged if it
         could not. The reward that the environment had not settled yet is added."""
         unsettled, why_unjudged = self.env.latest.unsettled, ""
         if reason is not StopReason.POLICY_FAULT:
-            verdict, why_unjudged = await self.env.end(reason)
-            step = step_results.joined(step, verdict)
+            env_verdict, why_unjudged = await self.env.end(reason)
+            step = step_results.joined(step, env_verdict)
         return replace(step, reward=step.reward + unsettled, truncated=True, stop_reason=reason), why_unjudged
 
     async def _no_room(self, detail: str) -> StopCause:
         """End the episode before a turn for which the context has no room."""
-        verdict, _ = await self.env.end(StopReason.CONTEXT_LIMIT)
-        self.env.latest = step_results.joined(self.env.latest, verdict)
+        env_verdict, _ = await self.env.end(StopReason.CONTEXT_LIMIT)
+        self.env.latest = step_results.joined(self.env.latest, env_verdict)
         return StopCause(StopReason.CONTEXT_LIMIT, detail)
 
     def _why_no_room(self, tokens: int) -> str:
-        turns, most = len(self.journal.turns), self._settings.max_context
-        prompt = f"the prompt of turn {turns}" if turns else "the first prompt"
-        fix = f"raise it to {tokens + 1} or more, or shorten the prompt"
-        return f"{prompt} has {tokens} tokens, and rollout.max_context = {most}: {fix}"
+        turn_count, max_context = len(self.journal.turns), self._settings.max_context
+        prompt_label = f"the prompt of turn {turn_count}" if turn_count else "the first prompt"
+        correction = f"raise it to {tokens + 1} or more, or shorten the prompt"
+        return f"{prompt_label} has {tokens} tokens, and rollout.max_context = {max_context}: {correction}"
 
     def _end(self, detail: str = "") -> StopCause | None:
         """The cause by which the last answer ended the episode; None if it did not. That answer is then the verdict."""
-        turns = self.journal.turns
-        step = turns[-1].step if turns else None
-        if step is None or not (step.terminated or step.truncated):
+        journaled_turns = self.journal.turns
+        last_answer = journaled_turns[-1].step if journaled_turns else None
+        if last_answer is None or not (last_answer.terminated or last_answer.truncated):
             return None
-        self.env.latest = step
-        if step.stop_reason is not None:
-            return StopCause(step.stop_reason, detail)
-        return StopCause(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
+        self.env.latest = last_answer
+        if last_answer.stop_reason is not None:
+            return StopCause(last_answer.stop_reason, detail)
+        return StopCause(StopReason.DONE if last_answer.terminated else StopReason.TRUNCATED)
 
     def _log_ids(self, index: int) -> json_log.about:
         """Adds the ids of a turn to all lines that are logged inside."""

@@ -43,41 +43,44 @@ async def sample(
     At any instant at most `every` tokens are not yet passed to `keep` (0: it is never called), unless the part before
     is still being written. If the turn is interrupted, it gets the tokens at hand. Raises the errors of engine and
     `keep`; with `unbroken` also BrokenOff, if the turn leaves an engine that has sampled some of it."""
-    sampling, have = request.sampling, begun.token_ids
-    before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
-    left_s = request.deadline_s - begun.spent_s
-    finish = finish_of(have, sampling.max_tokens, sampling, decode) or ("length" if left_s <= 0 else None)
-    if finish is not None:
-        return joined(before, Generation(token_ids=(), logprobs=(), spans=(), finish=finish))
-    rest = request
-    if have or begun.spent_s:
-        rest = replace(
+    sampling, sampled_ids = request.sampling, begun.token_ids
+    begun_chunk = Chunk(token_ids=sampled_ids, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
+    remaining_s = request.deadline_s - begun.spent_s
+    finish_reason = finish_of(sampled_ids, sampling.max_tokens, sampling, decode) or (
+        "length" if remaining_s <= 0 else None
+    )
+    if finish_reason is not None:
+        return joined(begun_chunk, Generation(token_ids=(), logprobs=(), spans=(), finish=finish_reason))
+    remaining_request = request
+    if sampled_ids or begun.spent_s:
+        remaining_request = replace(
             request,
-            token_ids=request.token_ids + have,
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(have)),
-            deadline_s=left_s,
-            sampled=len(have),
+            token_ids=request.token_ids + sampled_ids,
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(sampled_ids)),
+            deadline_s=remaining_s,
+            sampled=len(sampled_ids),
         )
     # Without parts to write there is no need of a stream: one request and one answer, for engines that cannot stream.
     if not every and not unbroken:
-        return joined(before, _whole(rest, await engine.generate(rest)))
-    log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
+        return joined(begun_chunk, _whole(remaining_request, await engine.generate(remaining_request)))
+    token_log = _Log(begun, keep, every, len(sampled_ids) + remaining_request.sampling.max_tokens, unbroken)
     try:
-        return joined(before, _whole(rest, await engine.generate(replace(rest, on_chunk=log.add))))
+        generation = await engine.generate(replace(remaining_request, on_chunk=token_log.add))
+        return joined(begun_chunk, _whole(remaining_request, generation))
     except (EngineError, StoreError):  # the episode ends, or is another worker's
         raise
     # Also for a cancellation: whoever cancels (a drain, a pause, a lost lease) does not know of tokens in memory. If
     # the lease is lost, the store refuses this part, and nothing is harmed.
     except BaseException:
-        log.write()
+        token_log.write()
         raise
 
 
 def _whole(request: GenerateRequest, generation: Generation) -> Generation:
     """The generation, if it has the kept sets that the request asks for: without them the learner would compute the
     log-probs of another distribution. Raises EngineError."""
-    heads = [head for head, _ in kept.parts(generation.columns.get(columns.KEPT, ()))]
-    if request.kept and (0 in heads or len(heads) != len(generation.token_ids)):
+    kept_counts = [kept_count for kept_count, _ in kept.parts(generation.columns.get(columns.KEPT, ()))]
+    if request.kept and (0 in kept_counts or len(kept_counts) != len(generation.token_ids)):
         raise EngineError("the engine does not say which set each token was drawn from: sample without cuts from it")
     return generation
 
@@ -111,11 +114,11 @@ class _Log:
         self._settle()
         # Twice the last chunk: one may be on its way while the next is being made. Near the end of the turn no more can
         # come than it may have, and the whole turn is about to be journaled.
-        to_come = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
+        tokens_ahead = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
         # One part at a time. A second one would have to say after how many tokens it begins, and that depends on
         # whether the first was written. A chunk without tokens says that the engine was left: write at once, since the
         # pause may be long.
-        if self.posted is None and (self.unkept + to_come > self.every or not chunk.token_ids):
+        if self.posted is None and (self.unkept + tokens_ahead > self.every or not chunk.token_ids):
             self.write()
             self._settle()
         if self.unbroken and not chunk.token_ids and self.kept + self.unkept:
@@ -124,23 +127,25 @@ class _Log:
     def write(self) -> None:
         """Give `keep` the tokens that no part before holds. A part may still be under way if an error ends the turn;
         its chunks stay in `chunks` until `_settle` knows that they are written."""
-        before, tokens_before = self.in_flight
+        chunks_before, tokens_before = self.in_flight
         if self.unkept == tokens_before or not self.every:
             return
-        chunks = self.chunks[before:]
-        spans, base = list[VersionSpan](), 0
-        for chunk in chunks:
-            spans += (replace(span, start=base + span.start, end=base + span.end) for span in chunk.spans)
-            base += len(chunk.token_ids)
+        new_chunks = self.chunks[chunks_before:]
+        joined_spans, span_offset = list[VersionSpan](), 0
+        for chunk in new_chunks:
+            joined_spans += (
+                replace(span, start=span_offset + span.start, end=span_offset + span.end) for span in chunk.spans
+            )
+            span_offset += len(chunk.token_ids)
         self.posted = self.keep(
             replace(
                 self.begun,
-                token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-                logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-                spans=tuple(spans),
-                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in chunks]),
+                token_ids=tuple(token_id for chunk in new_chunks for token_id in chunk.token_ids),
+                logprobs=tuple(logprob for chunk in new_chunks for logprob in chunk.logprobs),
+                spans=tuple(joined_spans),
+                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in new_chunks]),
                 at=self.kept + tokens_before,
-                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in chunks),
+                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in new_chunks),
             )
         )
         self.in_flight = len(self.chunks), self.unkept
@@ -149,11 +154,11 @@ class _Log:
         """Note what came of the last part, once it is known."""
         if self.posted is None or self.posted.result is None:
             return
-        (_, error), self.posted = self.posted.result, None
-        if error is None:
-            chunks, tokens = self.in_flight
-            self.kept, self.unkept = self.kept + tokens, self.unkept - tokens
-            del self.chunks[:chunks]
-        elif not isinstance(error, DiskFull):  # after that one the next chunk tries again
-            raise error
+        (_, part_error), self.posted = self.posted.result, None
+        if part_error is None:
+            chunk_count, token_count = self.in_flight
+            self.kept, self.unkept = self.kept + token_count, self.unkept - token_count
+            del self.chunks[:chunk_count]
+        elif not isinstance(part_error, DiskFull):  # after that one the next chunk tries again
+            raise part_error
         self.in_flight = (0, 0)

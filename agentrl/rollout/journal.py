@@ -100,8 +100,8 @@ class EpisodeJournal:
 
     async def keep_snapshot(self, data: bytes, policy_seconds: float) -> None:
         """Write a snapshot of the environment after its last answer, and the time that the policy has used by then."""
-        snapshot = EnvSnapshot(turn=self.turns[-1].index, data=data, seconds=policy_seconds)
-        await self._store.keep_snapshot(self._episode_id, self._fence, snapshot)
+        env_snapshot = EnvSnapshot(turn=self.turns[-1].index, data=data, seconds=policy_seconds)
+        await self._store.keep_snapshot(self._episode_id, self._fence, env_snapshot)
 
     async def note_no_snapshot(self, reason: str) -> None:
         """Write why there is no snapshot of the environment after its last answer."""

@@ -70,12 +70,12 @@ class LiveEnv:
         # its processes behind. Bounded nevertheless, as its code may hang (law 4); the janitor removes what is left
         # then.
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
-            where = f"{self.task.env}: close raised"
+            close_label = f"{self.task.env}: close raised"
             try:
-                with boundary(EnvError, where, passes=(InfrastructureError,), place=True):
+                with boundary(EnvError, close_label, passes=(InfrastructureError,), place=True):
                     await env.aclose()
             except ENDS_A_PROCESS as error:
-                raise EnvError(f"{where} {one_line(error)}") from error
+                raise EnvError(f"{close_label} {one_line(error)}") from error
 
     async def reset(self) -> None:
         """Reset the environment for the task; `latest` then holds its first messages."""
@@ -85,10 +85,10 @@ class LiveEnv:
     async def tool_schemas(self, *, again: bool = False) -> ToolSchemas:
         """The environment's tools as it returned them last; with `again`, at each fresh start of a conversation, it is
         called anew."""
-        env, schemas = self.env, self._schemas
-        if schemas is None or again:
-            schemas = self._schemas = await self.calls("tool_schemas", lambda: _call(env.tool_schemas))
-        return schemas
+        env, known_schemas = self.env, self._schemas
+        if known_schemas is None or again:
+            known_schemas = self._schemas = await self.calls("tool_schemas", lambda: _call(env.tool_schemas))
+        return known_schemas
 
     def shown(self, schemas: ToolSchemas) -> ShownTools:
         """Tools, and the format in which the policy calls them."""
@@ -107,11 +107,11 @@ class LiveEnv:
             self._keyed.action_id = turn.id
         # Not below 0: a replay may have used more of the episode's time than there was at first. The call then ends at
         # its first checkpoint with the policy's time up, and not with an error of ours about a negative deadline.
-        left_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self.calls.seconds), 0.0)
-        call = partial(step_results.act, env, turn.text, self.task, settings.observation_bytes, turn.index)
-        step: Step = await self.calls("step", call, policy_s=left_s)
-        self.latest = step
-        return step
+        remaining_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self.calls.seconds), 0.0)
+        act_call = partial(step_results.act, env, turn.text, self.task, settings.observation_bytes, turn.index)
+        env_answer: Step = await self.calls("step", act_call, policy_s=remaining_s)
+        self.latest = env_answer
+        return env_answer
 
     async def end(self, reason: StopReason) -> tuple[Step, str]:
         """The environment's verdict on an episode that ends at a limit of the run: it may judge the work so far. If

@@ -46,7 +46,7 @@ class MemoryStore:
     def claim(self, task: Task, *, group_id: int = 1, member: int = 0, size: int = 1, purpose: str = TRAIN) -> Claim:
         """A new episode of a task, to be played."""
         self._episodes += 1
-        claim = Claim(
+        new_claim = Claim(
             episode_id=self._episodes,
             group_id=group_id,
             member=member,
@@ -58,17 +58,17 @@ class MemoryStore:
             start=None,
             turns=(),
         )
-        self._entries[claim.episode_id] = _Entry(claim)
-        return claim
+        self._entries[new_claim.episode_id] = _Entry(new_claim)
+        return new_claim
 
     def take(self, episode_id: int) -> tuple[Trajectory, str]:
         """An episode that has ended, and the cause of its failure in a line, if it failed; it is forgotten here. Raises
         LeaseLost for one that was taken, LookupError for one that has not ended."""
-        entry = self._held(episode_id)
-        if entry.ended is None:
+        episode_entry = self._held(episode_id)
+        if episode_entry.ended is None:
             raise LookupError(f"episode {episode_id} has not ended")
         del self._entries[episode_id]
-        return entry.ended, entry.detail
+        return episode_entry.ended, episode_entry.detail
 
     def forget(self, episode_id: int) -> None:
         """Drop an episode, whether or not it has ended."""
@@ -77,12 +77,14 @@ class MemoryStore:
     # --- an EpisodeStore ----------------------------------------------------------------------------------------
 
     async def reload(self, claim: Claim) -> Claim:
-        entry = self._held(claim.episode_id)
-        return replace(claim, trial=entry.trial, start=entry.start, turns=tuple(entry.turns), resumed=True)
+        episode_entry = self._held(claim.episode_id)
+        return replace(
+            claim, trial=episode_entry.trial, start=episode_entry.start, turns=tuple(episode_entry.turns), resumed=True
+        )
 
     async def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
-        entry = self._held(episode_id)
-        entry.start, entry.tools = start, tools
+        episode_entry = self._held(episode_id)
+        episode_entry.start, episode_entry.tools = start, tools
 
     async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
         self._held(episode_id).turns.append(turn)
@@ -91,13 +93,13 @@ class MemoryStore:
         return _Written()  # nobody goes on with it
 
     async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
-        turns = self._held(episode_id).turns
-        turns[turn_index] = replace(turns[turn_index], step=step)
+        journaled_turns = self._held(episode_id).turns
+        journaled_turns[turn_index] = replace(journaled_turns[turn_index], step=step)
 
     async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
-        entry = self._held(episode_id)
-        entry.trial, entry.start, entry.snapshot = entry.trial + 1, None, None
-        entry.turns.clear()
+        episode_entry = self._held(episode_id)
+        episode_entry.trial, episode_entry.start, episode_entry.snapshot = episode_entry.trial + 1, None, None
+        episode_entry.turns.clear()
 
     async def discard_turn(self, episode_id: int, fence: int) -> None:
         """Nothing of a turn under way is here."""
@@ -106,16 +108,16 @@ class MemoryStore:
         return False
 
     async def finish(self, episode_id: int, fence: int, ending: Ending) -> None:
-        entry = self._held(episode_id)
-        claim, entry.detail, entry.snapshot = entry.claim, ending.detail, None
-        entry.ended = Trajectory(
+        episode_entry = self._held(episode_id)
+        claim, episode_entry.detail, episode_entry.snapshot = episode_entry.claim, ending.detail, None
+        episode_entry.ended = Trajectory(
             episode_id=episode_id,
             group_id=claim.group_id,
             member=claim.member,
             task=claim.task,
-            start=entry.start or (),
-            tools=entry.tools,
-            turns=tuple(entry.turns),
+            start=episode_entry.start or (),
+            tools=episode_entry.tools,
+            turns=tuple(episode_entry.turns),
             stop_reason=ending.stop_reason,
             outcome=ending.outcome,
             success=ending.success,
@@ -141,9 +143,9 @@ class MemoryStore:
         return None
 
     def _held(self, episode_id: int) -> _Entry:
-        entry = self._entries.get(episode_id)
-        if entry is None:
+        episode_entry = self._entries.get(episode_id)
+        if episode_entry is None:
             # The error of a store whose episode another worker has: `play` knows what to do with it, and needs no case
             # for this store. `tests/rollout/test_memory_store.py` plays the same episode on both.
             raise LeaseLost(f"episode {episode_id} is not held here: it was dropped")
-        return entry
+        return episode_entry

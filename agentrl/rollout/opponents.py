@@ -39,17 +39,19 @@ class Opponents:
         episode that has begun keeps its own. Evaluation meets the member that the settings say."""
         if role not in self.roles(claim):
             return None
-        spans = [span for turn in turns if turn.role == role for span in turn.spans]
+        version_spans = [version_span for turn in turns if turn.role == role for version_span in turn.spans]
         if begun is not None and begun.role == role:
-            spans += begun.spans
+            version_spans += begun.spans
         # What the journal says comes first: the league may have dropped or renumbered members since the episode began,
         # and an opponent that changes in the middle of a game is not the one that the group's baseline is of.
-        if spans:
-            return spans[0].version
-        members, measured = from_json(await LEAGUE.awaited(store.meta)), self.settings.measured
-        if claim.purpose != TRAIN and measured != "drawn":
-            return members[0 if measured == "first" else -1].version
+        if version_spans:
+            return version_spans[0].version
+        league_members, measured_by = from_json(await LEAGUE.awaited(store.meta)), self.settings.measured
+        if claim.purpose != TRAIN and measured_by != "drawn":
+            return league_members[0 if measured_by == "first" else -1].version
         # Members that joined later are left out, although they are at hand: the siblings that began before them cannot
         # have met them, and a group is only comparable if all its members met the same opponent.
-        members = members[:1] + [member for member in members[1:] if member.step < claim.started_step]
-        return draw(members, self.settings, seed=self.seed, group_id=claim.group_id, role=role)
+        league_members = league_members[:1] + [
+            member for member in league_members[1:] if member.step < claim.started_step
+        ]
+        return draw(league_members, self.settings, seed=self.seed, group_id=claim.group_id, role=role)

@@ -21,8 +21,8 @@ class Players:
     def __init__(self, claim: Claim, context: RolloutContext) -> None:
         settings = context.settings
         self._context = context
-        pinned = context.pinned if DURING in claim.purpose else None
-        self._engine = context.engine if pinned is None else pinned
+        pinned_engine = context.pinned if DURING in claim.purpose else None
+        self._engine = context.engine if pinned_engine is None else pinned_engine
         self._fixed_roles = {*context.frozen, *context.opponents.roles(claim)}
         self.trains = claim.purpose == TRAIN
         """True if the episode is played to be trained, and not only to measure the policy."""

@@ -47,38 +47,38 @@ class Prompts:
         """The prompt of the next turn: the interrupted turn's if there is one. Raises PolicyFault, see `ahead`."""
         # The prompt was rendered after the last answer, to see whether there is room for a turn. It is used here, once,
         # instead of being rendered again.
-        prompt, self._ahead = self._ahead, None
-        if prompt is not None:
-            return prompt
+        prompt_ahead, self._ahead = self._ahead, None
+        if prompt_ahead is not None:
+            return prompt_ahead
         journal, interrupted = self._journal, self._journal.partial
         if interrupted is None:
             return await self._rendered()
         # The prompt of an interrupted turn is never rendered again: its tokens were sampled after these very ids (law
         # 1). A template or a tool list that changed meanwhile would give others.
-        context = interrupted.prompt_ids
+        context_ids = interrupted.prompt_ids
         if interrupted.parent is not None:
-            context = journal.context_after(interrupted.parent) + context
-        return Prompt(interrupted.role, interrupted.parent, interrupted.prompt_ids, context)
+            context_ids = journal.context_after(interrupted.parent) + context_ids
+        return Prompt(interrupted.role, interrupted.parent, interrupted.prompt_ids, context_ids)
 
     async def start(self, messages: Messages) -> tuple[int, ...]:
         """The tokens of a conversation that starts with `messages`. Every start but the first one, which has them
         already, gets the environment's tools anew: it may not know them earlier, and may have changed them."""
-        acted = bool(self._journal.turns)
-        schemas = await self._env.tool_schemas(again=acted)
+        has_acted = bool(self._journal.turns)
+        tool_schemas = await self._env.tool_schemas(again=has_acted)
         return await rendered(
-            partial(self._renderer.start, tools=schemas),
+            partial(self._renderer.start, tools=tool_schemas),
             messages,
-            schemas,
+            tool_schemas,
             env=self._env.task.env,
-            acted=acted,
+            acted=has_acted,
             policy_writes=self._env.policy_writes_prompts,
         )
 
     async def extension(self, last: Turn, messages: Messages) -> tuple[int, ...]:
         """The tokens of `messages` behind those of the turn `last`."""
-        schemas = await self._env.tool_schemas()
+        tool_schemas = await self._env.tool_schemas()
         return await rendered(
-            partial(self._renderer.extend, last.token_ids, tools=schemas),
+            partial(self._renderer.extend, last.token_ids, tools=tool_schemas),
             messages,
             env=self._env.task.env,
             acted=True,
@@ -89,15 +89,15 @@ class Prompts:
         """The prompt of the role that acts next, from the last answer."""
         journal = self._journal
         if journal.turns:
-            step = journal.turns[-1].step
-            assert step is not None, "the last turn is answered"
-            role, messages, history = step.role, step.observation, step.history
+            last_answer = journal.turns[-1].step
+            assert last_answer is not None, "the last turn is answered"
+            next_role, messages, history = last_answer.role, last_answer.observation, last_answer.history
         else:
-            role, messages, history = self._env.latest.role, journal.start, None
-        role = POLICY if role is None else role
-        last = journal.last_turn_of(role)
-        if history is not None or last is None:
+            next_role, messages, history = self._env.latest.role, journal.start, None
+        next_role = POLICY if next_role is None else next_role
+        last_turn = journal.last_turn_of(next_role)
+        if history is not None or last_turn is None:
             prompt_ids = await self.start(messages if history is None else history)
-            return Prompt(role, None, prompt_ids, prompt_ids)
-        prompt_ids = await self.extension(last, messages)
-        return Prompt(role, last.index, prompt_ids, journal.context_after(last.index) + prompt_ids)
+            return Prompt(next_role, None, prompt_ids, prompt_ids)
+        prompt_ids = await self.extension(last_turn, messages)
+        return Prompt(next_role, last_turn.index, prompt_ids, journal.context_after(last_turn.index) + prompt_ids)

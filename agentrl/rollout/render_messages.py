@@ -55,13 +55,17 @@ def plain(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message["role"] == "tool" and plain_messages and plain_messages[-1]["role"] == "tool":
             continue
-        bare: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
+        plain_message: dict[str, Any] = {
+            field_name: _PLAIN[field_name] for field_name in message if field_name in _PLAIN
+        }
         if "images" in message:  # the environment shows them
-            bare["images"] = [{**image, "at": 0} for image in message["images"]]
-        if calls := cast("list[Any] | None", message.get("tool_calls")):
-            function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
-            bare["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]
-        plain_messages.append(cast("Message", {"role": message["role"], **bare}))
+            plain_message["images"] = [{**shown_image, "at": 0} for shown_image in message["images"]]
+        if tool_calls := cast("list[Any] | None", message.get("tool_calls")):
+            plain_function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
+            plain_message["tool_calls"] = [
+                {"id": _id_of(tool_calls[0]), "type": "function", "function": plain_function}
+            ]
+        plain_messages.append(cast("Message", {"role": message["role"], **plain_message}))
     return plain_messages
 
 

@@ -66,10 +66,10 @@ async def open_at(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> bool
     if not no_replay:
         return True
     of_snapshot = f"and of its snapshot: {no_snapshot}" if no_snapshot else ""
-    reason = "; ".join(filter(None, (no_replay, of_snapshot, await journal.why_no_snapshot())))
+    restart_reason = "; ".join(filter(None, (no_replay, of_snapshot, await journal.why_no_snapshot())))
     if journal.claim.fork_turn is not None:
-        raise EnvError(f"a fork cannot be brought to turn {len(journal.claim.turns)}: {reason}")
-    await journal.restart(reason)
+        raise EnvError(f"a fork cannot be brought to turn {len(journal.claim.turns)}: {restart_reason}")
+    await journal.restart(restart_reason)
     env.calls.seconds = 0.0
     await env.reset()
     return False
@@ -79,17 +79,17 @@ async def _by_snapshot(env: LiveEnv, journal: EpisodeJournal, answer: Answer) ->
     """Restore the newest snapshot, and repeat the turns after it. Returns "" if that worked, the reason if it did not,
     None without a snapshot."""
     snapshot_env = env.with_snapshots if journal.turns else None
-    snapshot = None if snapshot_env is None else await journal.snapshot()
-    if snapshot_env is None or snapshot is None:
+    newest_snapshot = None if snapshot_env is None else await journal.snapshot()
+    if snapshot_env is None or newest_snapshot is None:
         return None
     try:
-        await env.calls("restore", partial(snapshot_env.restore, snapshot.data))
-        step = journal.turns[snapshot.turn].step
-        assert step is not None, "a snapshot is taken of a turn that is answered"
+        await env.calls("restore", partial(snapshot_env.restore, newest_snapshot.data))
+        snapshot_answer = journal.turns[newest_snapshot.turn].step
+        assert snapshot_answer is not None, "a snapshot is taken of a turn that is answered"
         # `restore` returns no answer, so the recorded one is the latest. The policy's time goes on from the snapshot's.
-        env.latest, env.calls.seconds = step, snapshot.seconds
-        later = [turn for turn in journal.turns[snapshot.turn + 1 :] if turn.step is not None]
-        return await _repeat(env, later, answer)
+        env.latest, env.calls.seconds = snapshot_answer, newest_snapshot.seconds
+        later_turns = [turn for turn in journal.turns[newest_snapshot.turn + 1 :] if turn.step is not None]
+        return await _repeat(env, later_turns, answer)
     except (TimeUp, PolicyFault, InfrastructureError) as error:
         # An InfrastructureError does not end the episode yet, since a replay is still to come. `_by_replay` lets it
         # pass: nothing is left to try then, and the episode fails without a score (law 3).
@@ -100,10 +100,10 @@ async def _by_replay(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> s
     """Repeat all turns after a reset. Returns "", or the reason why that did not work."""
     # With turns, an environment without the promise gets the clearer reason of `_repeat`.
     if not journal.turns or env.env.replayable:
-        first = journal.turns[0] if journal.turns else journal.partial
+        first_turn = journal.turns[0] if journal.turns else journal.partial
         if env.latest.observation != journal.start:
             return "reset gave another first observation"
-        if first is not None and first.role != (env.latest.role or POLICY):
+        if first_turn is not None and first_turn.role != (env.latest.role or POLICY):
             return "reset gave another role the first turn"
     try:
         return await _repeat(env, journal.turns, answer)
@@ -119,7 +119,11 @@ async def _repeat(env: LiveEnv, turns: Sequence[Turn], answer: Answer) -> str:
     for turn in turns:
         if turn.step is None:
             break
-        step, recorded = await answer(turn), turn.step
-        if differing := [field for field in _COMPARED if getattr(step, field) != getattr(recorded, field)]:
+        repeated_answer, recorded_answer = await answer(turn), turn.step
+        if differing := [
+            field_name
+            for field_name in _COMPARED
+            if getattr(repeated_answer, field_name) != getattr(recorded_answer, field_name)
+        ]:
             return f"turn {turn.index} was answered differently: {' and '.join(differing)}"
     return ""

@@ -32,31 +32,31 @@ async def resumed(
 ) -> _T:
     """Call `play` with that part of the claim from which the run goes on, and with whether each turn must come from one
     engine; call it again when it raises BrokenOff. Raises LeaseLost if the episode's group starts anew."""
-    breaks = 0
+    break_count = 0
     while True:
         claim = await _going_on(claim, store, settings)
-        loses = settings.resume != "tokens" and claim.fork_turn is None
+        loses_tokens = settings.resume != "tokens" and claim.fork_turn is None
         try:
             # A request that breaks every engine it meets would be begun anew for ever if its tokens were always thrown
             # away. After a few breaks it goes on from tokens like any other, and then the fleet's own rule for such
             # requests ends it.
-            return await play(claim, loses and breaks < _BREAKS)
+            return await play(claim, loses_tokens and break_count < _BREAKS)
         except BrokenOff:
-            breaks += 1
+            break_count += 1
             claim = await store.reload(claim)
 
 
 async def _going_on(claim: Claim, store: EpisodeStore, settings: Rollout) -> Claim:
-    resume = settings.resume
-    if not claim.resumed or claim.fork_turn is not None or resume == "tokens":
+    resume_mode = settings.resume
+    if not claim.resumed or claim.fork_turn is not None or resume_mode == "tokens":
         return claim
-    if resume == "turns":
+    if resume_mode == "turns":
         if claim.partial is not None:
             await store.discard_turn(claim.episode_id, claim.fence)
         return replace(claim, partial=None)
     # False means that the group could not start anew, because it has closed, is a fork's, or did so too often. Then
     # this episode alone starts anew, below: the mode promises what is lost, and it never holds up the run.
-    if resume == "group" and await store.restart_group(claim.episode_id, claim.fence, settings.max_replays):
+    if resume_mode == "group" and await store.restart_group(claim.episode_id, claim.fence, settings.max_replays):
         raise LeaseLost(f"episode {claim.episode_id} starts anew with its group {claim.group_id}")
-    await store.restart_episode(claim.episode_id, claim.fence, f"it was interrupted (rollout.resume = {resume!r})")
+    await store.restart_episode(claim.episode_id, claim.fence, f"it was interrupted (rollout.resume = {resume_mode!r})")
     return await store.reload(claim)

@@ -28,8 +28,8 @@ class ShownImages:
             return ()
         journal = self._journal
         with boundary(EnvError, f"{journal.claim.task.env}:"):
-            by_token = images.of_steps(journal.start, (turn.step for turn in journal.turns))
-            return images.shown(prompt.context, by_token)
+            images_by_token = images.of_steps(journal.start, (turn.step for turn in journal.turns))
+            return images.shown(prompt.context, images_by_token)
 
 
 def _has_images(token_ids: Sequence[int]) -> bool:

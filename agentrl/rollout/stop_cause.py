@@ -25,7 +25,7 @@ def failure(
 ) -> StopCause:
     """The cause of an episode that ended by a failure which the policy could not have caused (law 3). The first of each
     kind is logged with its traceback, which is that of `culprit` if there is one."""
-    cause, task = StopCause(reason_of(error), one_line(error), error), claim.task
-    where = f"{task.env}, seed {task.seed} (task {task.index}, episode {claim.episode_id})"
-    tracebacks.log(culprit or error, f"{where}: {cause.detail}")
-    return cause
+    stop_cause, task = StopCause(reason_of(error), one_line(error), error), claim.task
+    episode_label = f"{task.env}, seed {task.seed} (task {task.index}, episode {claim.episode_id})"
+    tracebacks.log(culprit or error, f"{episode_label}: {stop_cause.detail}")
+    return stop_cause

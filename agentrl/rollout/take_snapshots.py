@@ -54,20 +54,20 @@ class Snapshots:
 
 async def _keep_snapshot(env: SnapshotEnv, calls: EnvCalls, journal: EpisodeJournal) -> bool:
     """Returns whether the snapshot was kept; a full disk counts as kept, since the next write raises DiskFull."""
-    data, failed = None, ""
+    snapshot_bytes, failure_reason = None, ""
     try:
-        data = await calls("snapshot", env.snapshot)
+        snapshot_bytes = await calls("snapshot", env.snapshot)
     except InfrastructureError as error:
-        failed = one_line(error)
-    if isinstance(data, bytes) and len(data) > MAX_SNAPSHOT_BYTES:
-        failed = f"it has {len(data)} bytes, more than {MAX_SNAPSHOT_BYTES}"
+        failure_reason = one_line(error)
+    if isinstance(snapshot_bytes, bytes) and len(snapshot_bytes) > MAX_SNAPSHOT_BYTES:
+        failure_reason = f"it has {len(snapshot_bytes)} bytes, more than {MAX_SNAPSHOT_BYTES}"
     with suppress(DiskFull):
-        if isinstance(data, bytes) and not failed:
-            await journal.keep_snapshot(data, calls.seconds)
+        if isinstance(snapshot_bytes, bytes) and not failure_reason:
+            await journal.keep_snapshot(snapshot_bytes, calls.seconds)
             return True
-        failed = failed or f"it is a {type(data).__name__}, not bytes"
-        await journal.note_no_snapshot(failed)
-    return not failed
+        failure_reason = failure_reason or f"it is a {type(snapshot_bytes).__name__}, not bytes"
+        await journal.note_no_snapshot(failure_reason)
+    return not failure_reason
 
 
 async def keep_artifacts(env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal, policy_s: float) -> None:
@@ -76,17 +76,17 @@ async def keep_artifacts(env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal
     InfrastructureError."""
     if not isinstance(env, ArtifactEnv):
         return
-    files: Mapping[str, bytes] = {}
+    artifact_files: Mapping[str, bytes] = {}
     with suppress(TimeUp, PolicyFault):
-        files = await calls("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
-    size = sum(len(path) + len(data) for path, data in files.items())
+        artifact_files = await calls("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
+    total_bytes = sum(len(file_path) + len(file_bytes) for file_path, file_bytes in artifact_files.items())
     # Empty files, not a failure: the policy wrote them, and an episode that could leave the loss by writing too much
     # would be a way out of a bad reward (law 3).
-    if size > _ARTIFACT_BYTES or len(files) > _ARTIFACT_FILES:
-        files = {}
-    await journal.keep_artifacts(files)
+    if total_bytes > _ARTIFACT_BYTES or len(artifact_files) > _ARTIFACT_FILES:
+        artifact_files = {}
+    await journal.keep_artifacts(artifact_files)
 
 
 async def _bytes_of(env: ArtifactEnv) -> dict[str, bytes]:
     """The environment's artifacts. Raises TypeError for anything but bytes by path."""
-    return {str(path): bytes(memoryview(data)) for path, data in (await env.artifacts()).items()}
+    return {str(file_path): bytes(memoryview(file_bytes)) for file_path, file_bytes in (await env.artifacts()).items()}

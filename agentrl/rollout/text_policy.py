@@ -68,32 +68,41 @@ class TextPolicy:
     def decode(self, ids: Sequence[int]) -> str:
         # `dict.fromkeys` keeps one of each: an answer's id is repeated once for each token that the server counted, so
         # that limits and reports by tokens hold for text policies as well.
-        return "".join(self._texts.get(token, "") for token in dict.fromkeys(ids))
+        return "".join(self._texts.get(token_id, "") for token_id in dict.fromkeys(ids))
 
     def messages(self, ids: Iterable[int]) -> list[Message]:
         """The messages among tokens, in their order."""
-        entries = (self._entries[token] for token in dict.fromkeys(ids))
-        return [item for item in entries if isinstance(item, dict)]
+        token_entries = (self._entries[token_id] for token_id in dict.fromkeys(ids))
+        return [token_entry for token_entry in token_entries if isinstance(token_entry, dict)]
 
     def conversation(self, trajectory: Trajectory) -> list[Message]:
         """All messages of an episode of this policy, the environment's last answer included."""
         if not trajectory.turns:
             return list(trajectory.start)
-        step = trajectory.turns[-1].step
-        ids = (token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.token_ids))
-        return [*self.messages(ids), *(step.observation if step else ())]
+        last_answer = trajectory.turns[-1].step
+        all_token_ids = (token_id for turn in trajectory.turns for token_id in (*turn.prompt_ids, *turn.token_ids))
+        return [*self.messages(all_token_ids), *(last_answer.observation if last_answer else ())]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        tools = self._entries[request.token_ids[0]]
-        assert not isinstance(tools, dict), "a conversation begins with its tools"
-        ids = list(dict.fromkeys(request.token_ids))
-        spoken = max((place for place, token in enumerate(ids) if token in self._texts), default=-1)
-        answer = await self._answer(self.messages(ids), self.messages(ids[spoken + 1 :]), tools)
-        token = self._add(answer.message or Message(role="assistant", content=answer.text))
-        self._texts[token] = answer.text
-        n = min(max(answer.tokens or 1, 1), _MOST_TOKENS)
-        finish = "length" if answer.was_cut else "stop"
-        return Generation(token_ids=(token,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish=finish)
+        tool_schemas = self._entries[request.token_ids[0]]
+        assert not isinstance(tool_schemas, dict), "a conversation begins with its tools"
+        distinct_ids = list(dict.fromkeys(request.token_ids))
+        last_spoken = max(
+            (position for position, token_id in enumerate(distinct_ids) if token_id in self._texts), default=-1
+        )
+        policy_answer = await self._answer(
+            self.messages(distinct_ids), self.messages(distinct_ids[last_spoken + 1 :]), tool_schemas
+        )
+        token_id = self._add(policy_answer.message or Message(role="assistant", content=policy_answer.text))
+        self._texts[token_id] = policy_answer.text
+        token_count = min(max(policy_answer.tokens or 1, 1), _MOST_TOKENS)
+        finish_reason = "length" if policy_answer.was_cut else "stop"
+        return Generation(
+            token_ids=(token_id,) * token_count,
+            logprobs=(0.0,) * token_count,
+            spans=(VersionSpan(0, 0, token_count),),
+            finish=finish_reason,
+        )
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         generation = await self.generate(request)
@@ -122,20 +131,20 @@ async def play_text(
     tracebacks: Tracebacks | None = None,
 ) -> tuple[Trajectory, StopCause]:
     """Play a task in `env`, which is closed then, to its end. Raises as `play`, and what the policy raised."""
-    journal = store or MemoryStore()
-    claim = journal.claim(task)
+    memory_store = store or MemoryStore()
+    task_claim = memory_store.claim(task)
     context = RolloutContext(
         engine=policy,
         renderer=policy,
-        store=journal,
+        store=memory_store,
         # Nobody goes on with the episode, and how full its context is only a server knows.
         settings=settings.model_copy(update={"snapshot_every_turns": 0, "compaction": None}),
         make_env=lambda _: env,
         tracebacks=tracebacks or Tracebacks(),
     )
-    ending = await play(claim, context)
-    trajectory, _ = journal.take(claim.episode_id)
-    return trajectory, ending
+    stop_cause = await play(task_claim, context)
+    trajectory, _ = memory_store.take(task_claim.episode_id)
+    return trajectory, stop_cause
 
 
 def cause_of(error: InfrastructureError) -> Exception:

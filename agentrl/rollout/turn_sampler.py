@@ -63,19 +63,19 @@ class TurnSampler:
         the errors of the engine; HandedBack once the worker is leaving."""
         context, journal = self._context, self._journal
         while True:
-            request = await self._request(prompt, max_tokens)
-            begun = journal.partial or self._begun(prompt)
+            turn_request = await self._request(prompt, max_tokens)
+            begun_part = journal.partial or self._begun(prompt)
             try:
-                generation = await self._generate(prompt.role, request, begun)
+                generation = await self._generate(prompt.role, turn_request, begun_part)
             except TurnPaused:
-                journal.partial = await journal.reload_partial() or begun
+                journal.partial = await journal.reload_partial() or begun_part
                 self._pauses += 1
                 await context.gate.passed()
                 continue
-            index = len(journal.turns)
+            turn_index = len(journal.turns)
             return Turn(
-                id=turn_id(journal.claim.episode_id, journal.trial, index),
-                index=index,
+                id=turn_id(journal.claim.episode_id, journal.trial, turn_index),
+                index=turn_index,
                 parent=prompt.parent,
                 prompt_ids=prompt.prompt_ids,
                 token_ids=generation.token_ids,
@@ -88,7 +88,7 @@ class TurnSampler:
                 experts=generation.experts,
                 columns=generation.columns,
                 # The turn began with its first part, perhaps in another process.
-                started_s=begun.started_s,
+                started_s=begun_part.started_s,
                 ended_s=time.time(),
             )
 
@@ -104,11 +104,11 @@ class TurnSampler:
 
     async def _request(self, prompt: Prompt, max_tokens: int) -> GenerateRequest:
         context, journal, players = self._context, self._journal, self._players
-        learns, sampling = players.learns(prompt.role), players.sampling
+        role_learns, sampling = players.learns(prompt.role), players.sampling
         # The engine may not know yet that the request before the pause is over, so the next one needs another id.
-        attempt = f"-{self._pauses}" if self._pauses else ""
+        attempt_suffix = f"-{self._pauses}" if self._pauses else ""
         return GenerateRequest(
-            request_id=request_id(journal.claim, len(journal.turns)) + attempt,
+            request_id=request_id(journal.claim, len(journal.turns)) + attempt_suffix,
             # The group, not the episode: siblings begin with the same prompt, so one engine should have it in its
             # cache.
             session=str(journal.claim.group_id),
@@ -117,23 +117,27 @@ class TurnSampler:
             deadline_s=context.settings.turn_deadline_s,
             policy=players.adapter(prompt.role),
             version=await players.version(prompt.role, journal),
-            experts_from=first_without_experts(journal.turns, prompt.parent) if context.experts and learns else None,
+            experts_from=first_without_experts(journal.turns, prompt.parent)
+            if context.experts and role_learns
+            else None,
             # Only where a token is trained: the sets cost bandwidth, and an evaluation or a frozen role has no use for
             # them.
-            kept=players.trains and learns and sampling.cuts,
+            kept=players.trains and role_learns and sampling.cuts,
             images=self._images.of(prompt),
         )
 
     async def _generate(self, role: str, request: GenerateRequest, begun: Partial) -> Generation:
-        context, every = self._context, self._context.settings.checkpoint_tokens
+        context, checkpoint_tokens = self._context, self._context.settings.checkpoint_tokens
         generation = sample(
             self._players.engine(role),
             request,
             begun,
             decode=context.renderer.decode,
             keep=self._journal.keep_tokens,
-            every=every,
+            every=checkpoint_tokens,
             unbroken=self._unbroken,
         )
         # Without checkpoints nobody could go on from the tokens so far: such a turn is never broken off.
-        return await (context.gate.during(generation, breakable=not self._unbroken) if every else generation)
+        return await (
+            context.gate.during(generation, breakable=not self._unbroken) if checkpoint_tokens else generation
+        )

@@ -85,24 +85,26 @@ class Worker:
         """Claim and play until the store's phase is `stop`, or `leave` was called. Raises StoreError when the journal
         stays unwritable, and WornOut once environments hang in half of its threads. A worker that leaves or is worn out
         hands its episodes back first."""
-        worn_out = leaves = False
+        is_worn_out = is_leaving = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while await PHASE.awaited(self.store.meta) != "stop":
                 self._idle = trio.CancelScope()  # a place that frees from here on ends the wait, also before it begins
                 # A thread that runs an author's blocking code cannot be ended from outside. Once half of them hang, the
                 # process has to go; its episodes are handed back first, so that none of them counts a death.
-                worn_out, leaves = sync_async.worn_out(), self.context.gate.leaving
-                if worn_out or leaves:
+                is_worn_out, is_leaving = sync_async.worn_out(), self.context.gate.leaving
+                if is_worn_out or is_leaving:
                     await self._end_turns()
                     break
                 if not await self._fill(nursery):
                     with self._idle:
                         await self.store.wait_for_work("rollout", _LOOK_S)
             nursery.cancel_scope.cancel()
-        back = await self.store.hand_back(self.name) if worn_out or leaves else 0
-        if worn_out:
-            raise WornOut(f"{self.name}: environments hang in half of its threads; {back} episodes go on elsewhere")
+        handed_back = await self.store.hand_back(self.name) if is_worn_out or is_leaving else 0
+        if is_worn_out:
+            raise WornOut(
+                f"{self.name}: environments hang in half of its threads; {handed_back} episodes go on elsewhere"
+            )
 
     async def _end_turns(self) -> None:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
@@ -119,46 +121,46 @@ class Worker:
         """Start some of the episodes that may start, so that those that run are not kept waiting; returns whether any
         did."""
         if self.context.pinned is None:
-            claims = await self._claimed(len(self._running), None)
+            new_claims = await self._claimed(len(self._running), None)
         else:  # evaluation has engines of its own, and takes no place of training
-            evaluating = sum(claim.purpose != TRAIN for claim in self._running.values())
-            claims = await self._claimed(evaluating, True)
-            claims += await self._claimed(len(self._running) - evaluating, False)
-        for claim in claims:
-            if claim.episode_id in self._scopes:  # we lost it, and claim it again before we noticed
-                self._scopes[claim.episode_id].cancel()
-            self._running[claim.episode_id] = claim
-            nursery.start_soon(self._play, claim)
-        return bool(claims)
+            evaluating = sum(new_claim.purpose != TRAIN for new_claim in self._running.values())
+            new_claims = await self._claimed(evaluating, True)
+            new_claims += await self._claimed(len(self._running) - evaluating, False)
+        for new_claim in new_claims:
+            if new_claim.episode_id in self._scopes:  # we lost it, and claim it again before we noticed
+                self._scopes[new_claim.episode_id].cancel()
+            self._running[new_claim.episode_id] = new_claim
+            nursery.start_soon(self._play, new_claim)
+        return bool(new_claims)
 
     async def _claimed(self, running: int, evaluation: bool | None) -> list[Claim]:
         """Claims for the places that `running` episodes leave: of evaluations alone, of training alone, or of both."""
         # A few at a time: each start makes an environment, often in synchronous code, and a hundred in a row would hold
         # up the streams and the deadlines of all episodes that run.
-        free = min(self.capacity - running, _AT_ONCE)
-        if free <= 0 or self.paused:
+        free_places = min(self.capacity - running, _AT_ONCE)
+        if free_places <= 0 or self.paused:
             await trio.lowlevel.checkpoint()
             return []
-        options = {} if evaluation is None else {"evaluation": evaluation}
+        claim_options = {} if evaluation is None else {"evaluation": evaluation}
         try:
             return await self.store.claim(
                 self.name,
-                free,
+                free_places,
                 lease_s=self.context.settings.lease_s,
                 now=self.now(),
                 ahead=self.ahead,
-                **options,
+                **claim_options,
             )
         except DiskFull:  # the next look tries again
             return []
 
     async def _play(self, claim: Claim) -> None:
         try:
-            with trio.CancelScope() as scope:
-                self._scopes[claim.episode_id] = scope
-                ending = await play(claim, self.context)
+            with trio.CancelScope() as episode_scope:
+                self._scopes[claim.episode_id] = episode_scope
+                stop_cause = await play(claim, self.context)
                 self.ended += 1
-                self.failed += ending.stop_reason in FAILURES
+                self.failed += stop_cause.stop_reason in FAILURES
                 self.on_end(claim.episode_id)
         except HandedBack:
             pass  # it goes on elsewhere once this worker has left
@@ -177,14 +179,18 @@ class Worker:
         while True:
             # A third: two renewals may fail, or one come late by a third of the lease, before anybody else may claim.
             await trio.sleep(lease_s / 3)
-            claims = dict(self._running)  # claims that come meanwhile are not among those renewed
-            renewed = await wait_for_space(  # nobody else can claim on a full disk either
+            held_claims = dict(self._running)  # claims that come meanwhile are not among those renewed
+            renewed_ids = await wait_for_space(  # nobody else can claim on a full disk either
                 lambda: self.store.renew(self.name, lease_s=lease_s, now=self.now()),
                 every_s=min(lease_s / 3, _DISK_S),
             )
-            for episode_id, claim in claims.items():
-                scope = self._scopes.get(episode_id)
+            for episode_id, held_claim in held_claims.items():
+                episode_scope = self._scopes.get(episode_id)
                 # Compared by identity: this worker may have lost the episode and claimed it anew while the renewal was
                 # under way, and must not cancel the new claim for the old one's sake.
-                if episode_id not in renewed and self._running.get(episode_id) is claim and scope is not None:
-                    scope.cancel()
+                if (
+                    episode_id not in renewed_ids
+                    and self._running.get(episode_id) is held_claim
+                    and episode_scope is not None
+                ):
+                    episode_scope.cancel()
