@@ -42,18 +42,18 @@ def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tenso
     mask_G, judging_G = scored_G.reshape(per_member), judges_G.reshape(per_member)
     if kind == "none":
         return torch.where(mask_G, returns_G, 0.0)
-    n = int(judges_G.sum())
-    if n == 0:
+    judge_count = int(judges_G.sum())
+    if judge_count == 0:
         return torch.zeros_like(returns_G)
     # A group whose returns are all 0.7 must give exactly 0: the mean of seven 0.7s is not 0.7 in floating point, and
     # a rest of 1e-17 over a tiny deviation is an advantage. Any one return will do as the origin.
-    pivot = returns_G[judges_G][0]
-    total = torch.where(judging_G, returns_G - pivot, 0.0).sum(0)
-    centred_G = torch.where(mask_G, returns_G - pivot, 0.0) - total / n
+    origin_return = returns_G[judges_G][0]
+    total = torch.where(judging_G, returns_G - origin_return, 0.0).sum(0)
+    centred_G = torch.where(mask_G, returns_G - origin_return, 0.0) - total / judge_count
     # r_i - mean of the others = (r_i - mean of all) n / (n - 1): one multiplication instead of a mean for each
     # member. A late member is in no mean, so it needs no factor.
-    if kind == "leave_one_out" and n > 1:
-        centred_G = torch.where(judging_G, centred_G * (n / (n - 1)), centred_G)
+    if kind == "leave_one_out" and judge_count > 1:
+        centred_G = torch.where(judging_G, centred_G * (judge_count / (judge_count - 1)), centred_G)
     return torch.where(mask_G, centred_G, 0.0)
 
 
@@ -74,26 +74,26 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
     returns_GT = returns_GT.reshape(len(returns_GT), -1)
     if kind == "none":
         return torch.ones_like(returns_GT[:, 0])
-    n = int(judges_G.sum())
-    if n == 0 or (kind == "std" and n < 2):
+    judge_count = int(judges_G.sum())
+    if judge_count == 0 or (kind == "std" and judge_count < 2):
         return torch.full_like(returns_GT[:, 0], torch.inf)
     judging_GT = returns_GT[judges_G]
     if kind == "mean":
         returns_G, total, size_T = returns_GT[:, 0], judging_GT[:, 0].sum(), judging_GT.abs().sum(0)
-        has_spread = total > ROUNDING * n
-        divisor = torch.maximum(total, size_T.amax() / SLACK) / n
-        with_G = torch.maximum(total + returns_G, (size_T + returns_GT.abs()).amax(1) / SLACK) / (n + 1)
-        with_G = torch.where(total + returns_G > ROUNDING * n, with_G, torch.inf)
+        has_spread = total > ROUNDING * judge_count
+        divisor = torch.maximum(total, size_T.amax() / SLACK) / judge_count
+        with_G = torch.maximum(total + returns_G, (size_T + returns_GT.abs()).amax(1) / SLACK) / (judge_count + 1)
+        with_G = torch.where(total + returns_G > ROUNDING * judge_count, with_G, torch.inf)
     else:
         shifted_GT = returns_GT - judging_GT[0]  # equal returns are exactly 0, however their mean is rounded
         away_GT = shifted_GT - shifted_GT[judges_G].mean(0)
         squares_T = away_GT[judges_G].square().sum(0)
-        of_turns_T = (squares_T / (n - 1)).sqrt()
+        of_turns_T = (squares_T / (judge_count - 1)).sqrt()
         # From any turn on, not only over whole returns: rewards that cancel in the sum may still differ in the
         # middle.
         has_spread = (of_turns_T > ROUNDING).any()
         divisor = torch.maximum(of_turns_T[0], of_turns_T.amax() / SLACK) + STD_FLOOR
-        with_GT = ((squares_T + away_GT.square() * n / (n + 1)) / n).sqrt()
+        with_GT = ((squares_T + away_GT.square() * judge_count / (judge_count + 1)) / judge_count).sqrt()
         with_G = torch.maximum(with_GT[:, 0], with_GT.amax(1) / SLACK) + STD_FLOOR
     # A late member among judges that are nearly equal would be divided by next to nothing: one outlier would rule its
     # step. `tests/algos/test_late_scale.py` has the bound, and where outcomes of 0 and 1 never meet it.
@@ -114,13 +114,15 @@ def state_advantages(
     place_N, member_N = alive_GT.flatten().nonzero()[:, 0], alive_GT.nonzero()[:, 0]
     returns_N = returns_GT.flatten()[place_N]
     _, state_N = torch.unique(states_GT.flatten()[place_N], return_inverse=True)
-    states = int(state_N.max()) + 1 if len(state_N) else 0
+    state_count = int(state_N.max()) + 1 if len(state_N) else 0
 
     def total(values_N: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over the turns in the same state, of all judges and of the turn's own member: [N] each."""
-        zeros_SG = torch.zeros(states * len(judges_G), dtype=values_N.dtype, device=values_N.device)
-        sums_SG = zeros_SG.index_add(0, state_N * len(judges_G) + member_N, values_N).view(states, len(judges_G))
-        return sums_SG[:, judges_G].sum(1)[state_N], sums_SG[state_N, member_N]
+        zeros_SG = torch.zeros(state_count * len(judges_G), dtype=values_N.dtype, device=values_N.device)
+        member_sums_SG = zeros_SG.index_add(0, state_N * len(judges_G) + member_N, values_N).view(
+            state_count, len(judges_G)
+        )
+        return member_sums_SG[:, judges_G].sum(1)[state_N], member_sums_SG[state_N, member_N]
 
     judging_N = judges_G[member_N]
     (count_N, own_count_N), (sum_N, own_sum_N) = total(torch.ones_like(returns_N)), total(returns_N)

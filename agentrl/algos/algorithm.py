@@ -165,9 +165,9 @@ class Algorithm(BaseModel):
     # A setting that a kind ignores is refused, and not dropped in silence (law 8): a run with `clip_low` under SAPO
     # would be reported as a comparison of clips.
     def _without_unused(self) -> Self:
-        for name in sorted(self.unused):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"kind = {self.kind!r} does not use {name}: leave it out")
+        for field_name in sorted(self.unused):
+            if getattr(self, field_name) != type(self).model_fields[field_name].default:
+                raise ValueError(f"kind = {self.kind!r} does not use {field_name}: leave it out")
         return self
 
     @property

@@ -130,16 +130,16 @@ class Clipped(Algorithm):
     @model_validator(mode="after")
     def _dual(self) -> Self:
         if 0 < self.dual_clip <= 1 + self.clip_high:
-            least = f"1 + clip_high = {1 + self.clip_high:g}"
-            raise ValueError(f"dual_clip = {self.dual_clip:g}: must be above {least}, or 0 for no bound")
+            least_bound = f"1 + clip_high = {1 + self.clip_high:g}"
+            raise ValueError(f"dual_clip = {self.dual_clip:g}: must be above {least_bound}, or 0 for no bound")
         return self
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
-        for name in ("importance_bounds", "reject_bounds"):
-            low, high = getattr(self, name)
-            if low >= high:
-                raise ValueError(f"{name} = {[low, high]}: the first must be below the second")
+        for field_name in ("importance_bounds", "reject_bounds"):
+            lower_bound, upper_bound = getattr(self, field_name)
+            if lower_bound >= upper_bound:
+                raise ValueError(f"{field_name} = {[lower_bound, upper_bound]}: the first must be below the second")
         # Weights that are all 1 are within any bounds: the setting would do nothing, and look as if it did.
         if self.importance_mode == "mask" and self.importance == "none":
             raise ValueError("importance_mode = 'mask' and importance = 'none': give importance = 'token'")
@@ -159,16 +159,24 @@ class Clipped(Algorithm):
         if self.kl_weight > 0:
             models["reference"] = None if self.reference == "start" else self.reference
         return Slots(
-            frozen={name: model for name, model in models.items() if not isinstance(model, int | float)},
-            moving={name: _follows(past) for name, past in models.items() if isinstance(past, int | float)},
+            frozen={model_name: model for model_name, model in models.items() if not isinstance(model, int | float)},
+            moving={
+                model_name: _follows(model_age)
+                for model_name, model_age in models.items()
+                if isinstance(model_age, int | float)
+            },
         )
 
     @property
     def charges(self) -> dict[str, float]:
         """The weights of the divergences, by the model diverged from, that an episode as a whole is charged for."""
-        reference = self.kl_weight if self.kl_form == "reward" else 0.0
-        teacher = self.distil_weight if self.distil_level == "episode" else 0.0
-        return {name: weight for name, weight in (("reference", reference), ("teacher", teacher)) if weight > 0}
+        reference_weight = self.kl_weight if self.kl_form == "reward" else 0.0
+        teacher_weight = self.distil_weight if self.distil_level == "episode" else 0.0
+        return {
+            model: weight
+            for model, weight in (("reference", reference_weight), ("teacher", teacher_weight))
+            if weight > 0
+        }
 
     @property
     def diverges(self) -> bool:
@@ -216,20 +224,20 @@ class Clipped(Algorithm):
         from agentrl.algos.divergence import charge
         from agentrl.algos.importance import bounded, log_ratios, within
 
-        columns: dict[str, Tensor] = {}
+        new_columns: dict[str, Tensor] = {}
         if not self.ahead:
-            return columns
-        gap_T, keys = tokens["proximal"] - tokens["behaviour"], (tokens["episode"], tokens["role"])
+            return new_columns
+        gap_T, sequence_keys = tokens["proximal"] - tokens["behaviour"], (tokens["episode"], tokens["role"])
         if self.importance == "sequence" or self.importance == "geometric":
-            ratio_T = log_ratios(gap_T, *keys, self.importance).exp()
+            ratio_T = log_ratios(gap_T, *sequence_keys, self.importance).exp()
             weight_T = bounded(ratio_T, *self.importance_bounds, self.importance_mode)
-            columns["importance"] = weight_T.to(gap_T.dtype)
+            new_columns["importance"] = weight_T.to(gap_T.dtype)
         if self.reject != "none":
-            ratio_T = log_ratios(gap_T, *keys, self.reject).exp()
-            columns["kept"] = within(ratio_T, *keys, *self.reject_bounds)
-        if weights := self.charges:
-            columns["charge"] = charge(tokens, weights)
-        return columns
+            ratio_T = log_ratios(gap_T, *sequence_keys, self.reject).exp()
+            new_columns["kept"] = within(ratio_T, *sequence_keys, *self.reject_bounds)
+        if charge_weights := self.charges:
+            new_columns["charge"] = charge(tokens, charge_weights)
+        return new_columns
 
     def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:
         """The importance weight of each token, without gradient: [K]."""
@@ -239,8 +247,10 @@ class Clipped(Algorithm):
             return tokens["importance"]
         if not self.corrects:
             return tokens["proximal"].new_ones(tokens["proximal"].shape)
-        floor, cap = self.importance_bounds
-        return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
+        lower_bound, upper_bound = self.importance_bounds
+        return importance_weights(
+            tokens["proximal"], tokens["behaviour"], upper_bound, floor=lower_bound, mode=self.importance_mode
+        )
 
     # Why old tokens have a second clip. With one update a step the ratio to the step's start is 1, so PPO's clip
     # never cuts: nothing holds a policy back that learns, for eight steps, from tokens that all say the same, since
@@ -285,7 +295,7 @@ class Clipped(Algorithm):
         if self.kl_weight > 0 and self.kl_form != "reward":
             kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_form, tokens["proximal"])
         importance_K = self.correction(tokens)
-        total = policy_loss(
+        total_loss = policy_loss(
             surrogate_K,
             # A rejected episode counts 0 and stays in the normalisation: to divide by what is left would make the
             # other episodes weigh more exactly when many are bad.
@@ -296,20 +306,23 @@ class Clipped(Algorithm):
             entropy_T=outputs.entropy_K if self.entropy_weight > 0 else None,
             entropy_weight=self.entropy_weight,
         )
-        measured = gauges(tokens, reference=self.kl_weight > 0, teacher=self.distil_weight > 0)
+        step_gauges = gauges(tokens, reference=self.kl_weight > 0, teacher=self.distil_weight > 0)
         if self.observes:
             assert outputs.observed_O is not None and outputs.observed_weight_O is not None
             observation_loss = -(outputs.observed_weight_O * outputs.observed_O).sum()
-            total = total + self.observation_weight * observation_loss
+            total_loss = total_loss + self.observation_weight * observation_loss
             # The gauge is divided by the weight of scored tokens when it is reported: here it is put on that scale,
             # so that its mean is one over observed tokens.
-            share = outputs.observed_weight_O.sum().clamp(min=1e-12)
-            measured = {**measured, "observation_loss": observation_loss / share * tokens["weight"].sum()}
+            observed_share = outputs.observed_weight_O.sum().clamp(min=1e-12)
+            step_gauges = {
+                **step_gauges,
+                "observation_loss": observation_loss / observed_share * tokens["weight"].sum(),
+            }
         return Loss(
-            total=total,
+            total=total_loss,
             clipped_K=clipped_K,
             importance_K=importance_K,
             log_ratio_K=log_ratio_K,
-            gauges=measured,
+            gauges=step_gauges,
             gauged=tokens["weight"].sum(),
         )

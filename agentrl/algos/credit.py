@@ -23,8 +23,8 @@ def reward_to_go(rewards_GT: Tensor, discount: float = 1.0) -> Tensor:
     to_go_GT = rewards_GT.clone()
     # A loop over turns and not a closed form with powers of the discount: those underflow in long episodes, and would
     # have to be divided by again.
-    for t in range(rewards_GT.shape[-1] - 2, -1, -1):
-        to_go_GT[..., t] += discount * to_go_GT[..., t + 1]
+    for turn_index in range(rewards_GT.shape[-1] - 2, -1, -1):
+        to_go_GT[..., turn_index] += discount * to_go_GT[..., turn_index + 1]
     return to_go_GT
 
 
@@ -139,9 +139,9 @@ def stream_advantages(
     # The outcome is a stream of one turn, on the same scale as the others.
     total_GT = _scaled(outcomes_G[:, None], torch.ones_like(turns_G), scored_G, judges_G, baseline, scale)
     total_GT = total_GT.expand(-1, streams_KGT.shape[2])
-    for rewards_GT, weight in zip(streams_KGT, (weights_K * process_weight).tolist(), strict=True):
+    for rewards_GT, stream_weight in zip(streams_KGT, (weights_K * process_weight).tolist(), strict=True):
         to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0))
-        total_GT = total_GT + weight * _scaled(to_go_GT, turns_G, scored_G, judges_G, baseline, scale)
+        total_GT = total_GT + stream_weight * _scaled(to_go_GT, turns_G, scored_G, judges_G, baseline, scale)
     return torch.where(alive_GT, total_GT, 0.0)
 
 
@@ -149,24 +149,26 @@ def _scaled(
     values_GT: Tensor, turns_G: Tensor, scored_G: Tensor, judges_G: Tensor, baseline: Baseline, scale: StreamScale
 ) -> Tensor:
     """Values less their baseline, over their spread."""
-    of_all = _inverse_spread(values_GT, turns_G, judges_G)
-    inverse_G = values_GT.new_full((len(values_GT),), of_all)  # there may be no turn at all
-    for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
+    judges_inverse = _inverse_spread(values_GT, turns_G, judges_G)
+    inverse_G = values_GT.new_full((len(values_GT),), judges_inverse)  # there may be no turn at all
+    for member_index in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
         members_G = judges_G.clone()
         # `leave_one_out`: the deviation of a judge's siblings. `std`: that of the judges with a late member among them.
-        members_G[member] = scale == "std"
+        members_G[member_index] = scale == "std"
         inverse_of_member = _inverse_spread(values_GT, turns_G, members_G)
         # The inverse, so that "says nothing" is a 0 to multiply by, and no division by zero has to be caught.
-        inverse_G[member] = inverse_of_member if judges_G[member] else min(of_all, inverse_of_member * SLACK)
+        inverse_G[member_index] = (
+            inverse_of_member if judges_G[member_index] else min(judges_inverse, inverse_of_member * SLACK)
+        )
     return centred(values_GT, scored_G, baseline, judges_G) * inverse_G[:, None]
 
 
 def _inverse_spread(values_GT: Tensor, turns_G: Tensor, members_G: Tensor) -> float:
     """1 / spread of some members' values; 0 where they do not differ, or are fewer than two."""
-    longest = int(turns_G[members_G].max()) if int(members_G.sum()) > 1 else 0
-    if longest == 0:
+    turn_count = int(turns_G[members_G].max()) if int(members_G.sum()) > 1 else 0
+    if turn_count == 0:
         return 0.0
     # Only as far as the longest of them: columns past every end are 0 for all, and would shrink the mean.
-    variance_T = values_GT[members_G][:, :longest].var(0, correction=1)
-    spread = float(variance_T.mean().sqrt())
-    return 1.0 / (spread + STD_FLOOR) if spread > ROUNDING else 0.0
+    variance_T = values_GT[members_G][:, :turn_count].var(0, correction=1)
+    deviation = float(variance_T.mean().sqrt())
+    return 1.0 / (deviation + STD_FLOOR) if deviation > ROUNDING else 0.0

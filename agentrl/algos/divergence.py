@@ -43,7 +43,7 @@ def charge(tokens: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor
     """Charge each token for the rest of its episode, by the weights of the models diverged from: [T].
 
     Roles of an episode are charged apart, each for its own tokens."""
-    gap_T = torch.stack([weight * gap(tokens, name) for name, weight in weights.items()]).sum(0).double()
+    gap_T = torch.stack([weight * gap(tokens, model) for model, weight in weights.items()]).sum(0).double()
     sequences = Sequences.of(tokens["episode"], tokens["role"], tokens["turn"], by_turn=False)
     # In float64: a sum over thousands of gaps, from which another such sum is taken off.
     to_go_BU = sequences.first(gap_T).flip(-1).cumsum(-1).flip(-1)
@@ -61,10 +61,10 @@ def gauges(tokens: Mapping[str, Tensor], *, reference: bool, teacher: bool) -> d
     """Sums over tokens, by their share of the loss: `kl_reference` and `kl_teacher` of k1, and `untaught` of the tokens
     that the teacher has not scored."""
     weight_T = tokens["weight"]
-    sums = {}
+    gauge_sums = {}
     if reference:
-        sums["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
+        gauge_sums["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
     if teacher:
-        sums["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
-        sums["untaught"] = (weight_T * ~_is_scored(tokens["teacher"])).sum()
-    return sums
+        gauge_sums["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
+        gauge_sums["untaught"] = (weight_T * ~_is_scored(tokens["teacher"])).sum()
+    return gauge_sums

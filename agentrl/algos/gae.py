@@ -38,14 +38,14 @@ def traces(
     et al. 2018, section 4.1, both of its bounds `cap`). With lambda = 1 and no cap, A_u is in expectation
     Q(s_u, a_u) - V(s_u) of the judged policy, whatever V is and whoever sampled; with lambda < 1 only if V is its value
     function. The action's own ratio is not in A_u: it belongs to the loss."""
-    steps = values_BU.shape[1]
-    alive_BU = torch.arange(steps, device=values_BU.device) < length_B[:, None]
+    state_count = values_BU.shape[1]
+    alive_BU = torch.arange(state_count, device=values_BU.device) < length_B[:, None]
     values_BU = torch.where(alive_BU, values_BU, 0.0)
     rho_BU = ratio_BU.clamp(max=cap)
     advantages_BU, gaps_BU = torch.zeros_like(values_BU), torch.zeros_like(values_BU)
     gap_B = value_B = torch.zeros_like(values_BU[:, 0])
     # Backwards over states, all sequences at once: each state needs what came of the next one.
-    for u in reversed(range(steps)):
+    for u in reversed(range(state_count)):
         # Past a sequence's end the value is 0, also where a limit cut it off: limits are part of the task here
         # (`docs/explanation/algorithms.md`, "The critic").
         delta_B = rewards_BU[:, u] + discount * value_B - values_BU[:, u]
@@ -137,7 +137,7 @@ class Sequences:
         return begins_T
 
     def _padded(self, column_N: Tensor) -> Tensor:
-        shape = (int(self.sequence_N[-1]) + 1, int(self.place_N.max()) + 1)
-        padded_BU = torch.zeros(shape, dtype=column_N.dtype, device=column_N.device)
+        padded_shape = (int(self.sequence_N[-1]) + 1, int(self.place_N.max()) + 1)
+        padded_BU = torch.zeros(padded_shape, dtype=column_N.dtype, device=column_N.device)
         padded_BU[self.sequence_N, self.place_N] = column_N
         return padded_BU

@@ -59,11 +59,11 @@ class GiGPO(GRPO):
         from agentrl.algos.credit import outcome_to_go, reward_to_go
 
         assert siblings.states_GT is not None, "a group's members come with the states of their turns"
-        steps = siblings.rewards_GT.shape[1]
-        alive_GT = (torch.arange(steps) < siblings.turns_G[:, None]) & siblings.scored_G[:, None]
+        turn_count = siblings.rewards_GT.shape[1]
+        alive_GT = (torch.arange(turn_count) < siblings.turns_G[:, None]) & siblings.scored_G[:, None]
         rewards_GT = torch.where(alive_GT, siblings.rewards_GT, 0.0)
         returns_GT = self.process_weight * reward_to_go(rewards_GT, self.step_discount)
-        returns_GT = returns_GT + outcome_to_go(siblings.outcomes_G, siblings.turns_G, steps, self.step_discount)
+        returns_GT = returns_GT + outcome_to_go(siblings.outcomes_G, siblings.turns_G, turn_count, self.step_discount)
         step_GT = state_advantages(
             returns_GT,
             siblings.states_GT,

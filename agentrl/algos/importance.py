@@ -141,7 +141,7 @@ def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str
     the two implementations differs), `lag_1`, `lag_2_3`, `lag_4_up`; the others, of any age, are `mixed_kv` and
     `undone`. Each token is of one kind. All are [T], `origin_T` of `Origin`."""
     plain_T = origin_T == Origin.PLAIN
-    kinds = {
+    tokens_by_kind = {
         "fresh": plain_T & (lag_T == 0),
         "lag_1": plain_T & (lag_T == 1),
         "lag_2_3": plain_T & (lag_T >= 2) & (lag_T <= 3),
@@ -149,11 +149,11 @@ def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str
         "mixed_kv": origin_T == Origin.MIXED_KV,
         "undone": origin_T == Origin.UNDONE,
     }
-    gaps = {name: gap_T[of_T].abs() for name, of_T in kinds.items()}
+    gaps_by_kind = {kind_name: gap_T[of_T].abs() for kind_name, of_T in tokens_by_kind.items()}
     return {
-        name: Mismatch(tokens=len(of), mean=float(of.mean()), max=float(of.max()))
-        for name, of in gaps.items()
-        if len(of)
+        kind_name: Mismatch(tokens=len(kind_gaps), mean=float(kind_gaps.mean()), max=float(kind_gaps.max()))
+        for kind_name, kind_gaps in gaps_by_kind.items()
+        if len(kind_gaps)
     }
 
 

@@ -77,9 +77,9 @@ def panel(recorded: Sequence[int], member: int, quorum: int | None = None) -> tu
     """
     if quorum is None or len(recorded) < quorum:
         return tuple(recorded)
-    first = tuple(recorded[:quorum])
+    first_members = tuple(recorded[:quorum])
     # All others are judged by one member less, so that everyone has k - 1 judges.
-    return first if member in first else first[:-1]
+    return first_members if member in first_members else first_members[:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +104,8 @@ class Returns:
 
     def weight_and_discount(self, role: str) -> tuple[float, float]:
         """The weight of process rewards and the discount of a role."""
-        pairs = {name: (weight, discount) for name, weight, discount in self.by_role}
-        return pairs.get(role, (self.process_weight, self.discount))
+        pair_by_role = {role_name: (weight, discount) for role_name, weight, discount in self.by_role}
+        return pair_by_role.get(role, (self.process_weight, self.discount))
 
 
 def advantages(
@@ -116,24 +116,28 @@ def advantages(
     `record` has the members of the group's record in the order in which they ended, `late` those that ended after it
     was made. A member without a judge has advantages of 0; a role of a late member that no recorded member played has
     none. A member's list goes through its roles by name, so that sums over it are the same in every process."""
-    everyone = {**record, **(late or {})}
-    result: dict[int, list[float]] = {member: [] for member in everyone}
+    all_records = {**record, **(late or {})}
+    advantages_by_member: dict[int, list[float]] = {member: [] for member in all_records}
     # Sorted, so that sums over roles are added in one order in every process: the store and the learner decide by
     # them.
-    for role in sorted({role for rewards in record.values() for role in rewards.rewards} - returns.frozen):
-        returns_of = {member: _returns_to_go(rewards, role, returns) for member, rewards in everyone.items()}
+    for role in sorted({role for member_record in record.values() for role in member_record.rewards} - returns.frozen):
+        returns_of = {
+            member: _returns_to_go(member_record, role, returns) for member, member_record in all_records.items()
+        }
         for member, member_returns in returns_of.items():
             judges = [judge for judge in panel(list(record), member, returns.quorum) if judge != member]
             judged_by = [(record[judge].outcome_of(role), returns_of[judge]) for judge in judges]
-            result[member] += _above(member_returns, judged_by)
-    return result
+            advantages_by_member[member] += _above(member_returns, judged_by)
+    return advantages_by_member
 
 
 def strength(record: Mapping[int, JudgedRecord], returns: Returns) -> float:
     """The mean of |advantage| over the turns of a group's members. 0: its returns are equal from each turn on."""
     # The largest one decides: the mean of a group in which few turns have an advantage may be small and is no rounding.
-    sizes = [abs(advantage) for turns in advantages(record, returns).values() for advantage in turns]
-    return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
+    magnitudes = [
+        abs(advantage) for turn_advantages in advantages(record, returns).values() for advantage in turn_advantages
+    ]
+    return 0.0 if max(magnitudes, default=0.0) <= _ROUNDING else sum(magnitudes) / len(magnitudes)
 
 
 def is_silent(record: Mapping[int, JudgedRecord], returns: Returns) -> bool:
@@ -144,11 +148,11 @@ def is_silent(record: Mapping[int, JudgedRecord], returns: Returns) -> bool:
 def _returns_to_go(record: JudgedRecord, role: str, returns: Returns) -> list[float]:
     """The return of a role from each of its turns on: its outcome, and the weighted rewards still to come."""
     weight, discount = returns.weight_and_discount(role)
-    total, to_go = record.outcome_of(role), list[float]()
+    total, returns_back = record.outcome_of(role), list[float]()
     for reward in reversed(record.rewards.get(role, ())):
-        total = (discount * total if to_go else total) + weight * reward  # the last turn earns the whole outcome
-        to_go.append(total)
-    return to_go[::-1]
+        total = (discount * total if returns_back else total) + weight * reward  # the last turn earns the whole outcome
+        returns_back.append(total)
+    return returns_back[::-1]
 
 
 def _above(returns: list[float], judges: list[tuple[float, list[float]]]) -> list[float]:
@@ -156,6 +160,6 @@ def _above(returns: list[float], judges: list[tuple[float, list[float]]]) -> lis
     if not judges:
         return [0.0] * len(returns)
     return [
-        value - sum(theirs[turn] if turn < len(theirs) else outcome for outcome, theirs in judges) / len(judges)
+        value - sum(others[turn] if turn < len(others) else outcome for outcome, others in judges) / len(judges)
         for turn, value in enumerate(returns)
     ]

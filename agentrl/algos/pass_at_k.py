@@ -26,9 +26,9 @@ def pass_at_k(n: int, successes: int, k: int) -> float:
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Wilson's interval of a share in `n` draws, with 95%."""
     shrink = 1 + _Z**2 / n
-    middle = (share + _Z**2 / (2 * n)) / shrink
-    half = _Z / shrink * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    midpoint = (share + _Z**2 / (2 * n)) / shrink
+    half_width = _Z / shrink * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    return max(0.0, midpoint - half_width), min(1.0, midpoint + half_width)
 
 
 def pass_at(tasks: Collection[tuple[int, int]]) -> dict[str, Mapping[str, float]]:
@@ -36,8 +36,8 @@ def pass_at(tasks: Collection[tuple[int, int]]) -> dict[str, Mapping[str, float]
     (episodes, successes) that have k episodes or more."""
     estimates: dict[str, Mapping[str, float]] = {}
     k = 1
-    while rates := [pass_at_k(n, c, k) for n, c in tasks if n >= k]:
-        low, high = wilson(fmean(rates), len(rates))
-        estimates[str(k)] = {"value": fmean(rates), "low": low, "high": high}
+    while pass_rates := [pass_at_k(n, c, k) for n, c in tasks if n >= k]:
+        lower_end, upper_end = wilson(fmean(pass_rates), len(pass_rates))
+        estimates[str(k)] = {"value": fmean(pass_rates), "low": lower_end, "high": upper_end}
         k *= 2
     return estimates

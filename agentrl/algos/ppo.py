@@ -134,23 +134,26 @@ class PPO(Clipped):
         advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if of_sequence else ratio_BU)
         _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)
         log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
-        (floor, cap), mode = self.importance_bounds, self.importance_mode
+        (lower_bound, upper_bound), bound_mode = self.importance_bounds, self.importance_mode
         advantage_T = sequences.tokens(advantages_BU)
         if self.centre:
-            keys = (tokens["episode"], tokens["role"], tokens["own_turn"].long())
-            advantage_T = centred(advantage_T, tokens["weight"], *keys)
+            baseline_keys = (tokens["episode"], tokens["role"], tokens["own_turn"].long())
+            advantage_T = centred(advantage_T, tokens["weight"], *baseline_keys)
         begins_T = sequences.begins()
         share_T = tokens["weight"] * begins_T
-        columns = {
+        new_columns = {
             "advantage": advantage_T,
             "target": sequences.tokens(targets_BU),
-            "importance": bounded(log_weight_T.exp(), floor, cap, mode),
+            "importance": bounded(log_weight_T.exp(), lower_bound, upper_bound, bound_mode),
             "value_share": share_T * (tokens["weight"].sum() / share_T.sum()),
         }
         corrected = super().advantages(tokens)
         if "kept" in corrected:
-            columns["value_share"] = columns["value_share"] * corrected["kept"]
-        return {**{name: column.to(tokens["weight"].dtype) for name, column in columns.items()}, **corrected}
+            new_columns["value_share"] = new_columns["value_share"] * corrected["kept"]
+        return {
+            **{column_name: column_T.to(tokens["weight"].dtype) for column_name, column_T in new_columns.items()},
+            **corrected,
+        }
 
     def trained(self, step: int) -> tuple[str, ...]:
         return ("policy", "critic") if step >= self.critic_warmup_steps else ("critic",)
@@ -169,15 +172,15 @@ class PPO(Clipped):
             clipped_values_K = old_K + (values_K - old_K).clamp(-self.value_clip, self.value_clip)
             errors_K = torch.maximum(errors_K, (clipped_values_K - target_K).square())
         value_loss = (share_K * errors_K).sum() / 2
-        policy = super().loss(tokens, outputs, step)
-        learns = "policy" in self.trained(step)
+        policy_loss = super().loss(tokens, outputs, step)
+        trains_policy = "policy" in self.trained(step)
         return Loss(
-            total=self.value_weight * value_loss + (policy.total if learns else 0.0),
-            clipped_K=policy.clipped_K,
-            importance_K=policy.importance_K,
-            log_ratio_K=policy.log_ratio_K,
+            total=self.value_weight * value_loss + (policy_loss.total if trains_policy else 0.0),
+            clipped_K=policy_loss.clipped_K,
+            importance_K=policy_loss.importance_K,
+            log_ratio_K=policy_loss.log_ratio_K,
             gauges={
-                **policy.gauges,
+                **policy_loss.gauges,
                 "value_loss": value_loss,
                 "value_mean": (share_K * old_K).sum(),
                 "target_mean": (share_K * target_K).sum(),

@@ -83,12 +83,14 @@ def by_number(tokens: Mapping[str, Tensor], name: str) -> dict[str, Measures]:
     """Measure tokens by a column of whole numbers from 0, such as `lag` or `turn`, in ranges that double: `0`, `1`,
     `2_3`, `4_7` and so on, so that long episodes make few."""
     _, range_T = torch.frexp(tokens[name].double())  # 0 -> 0, 1 -> 1, 2 to 3 -> 2, 4 to 7 -> 3
-    measures: dict[str, Measures] = {}
-    for power in torch.unique(range_T).tolist():
-        first, last = (2 ** (power - 1), 2**power - 1) if power else (0, 0)
-        label = str(first) if first == last else f"{first}_{last}"
-        measures[label] = measured({key: column[range_T == power] for key, column in tokens.items()})
-    return measures
+    measures_by_range: dict[str, Measures] = {}
+    for exponent in torch.unique(range_T).tolist():
+        first_number, last_number = (2 ** (exponent - 1), 2**exponent - 1) if exponent else (0, 0)
+        range_label = str(first_number) if first_number == last_number else f"{first_number}_{last_number}"
+        measures_by_range[range_label] = measured(
+            {column_name: column_T[range_T == exponent] for column_name, column_T in tokens.items()}
+        )
+    return measures_by_range
 
 
 def ratios_by_level(tokens: Mapping[str, Tensor]) -> dict[str, Ratios]:
@@ -96,16 +98,20 @@ def ratios_by_level(tokens: Mapping[str, Tensor]) -> dict[str, Ratios]:
     columns `proximal`, `behaviour`, `episode` and `role`."""
     gap_T = (tokens["proximal"] - tokens["behaviour"]).double()
     sequence_T, length_S = sequences(tokens["episode"], tokens["role"])
-    levels: dict[str, Ratios] = {}
+    ratios_of_level: dict[str, Ratios] = {}
     for level in LEVELS:
-        log = log_ratios(gap_T, tokens["episode"], tokens["role"], level)
+        level_log_ratio = log_ratios(gap_T, tokens["episode"], tokens["role"], level)
         if level != "token":  # one of each sequence
-            log = log.new_zeros(len(length_S)).index_put((sequence_T,), log)
-        ratio = log.exp()
-        levels[level] = Ratios(
-            n=len(log), mean=_mean(ratio), min=float(ratio.min()), max=float(ratio.max()), ess=_ess(log)
+            level_log_ratio = level_log_ratio.new_zeros(len(length_S)).index_put((sequence_T,), level_log_ratio)
+        level_ratio = level_log_ratio.exp()
+        ratios_of_level[level] = Ratios(
+            n=len(level_log_ratio),
+            mean=_mean(level_ratio),
+            min=float(level_ratio.min()),
+            max=float(level_ratio.max()),
+            ess=_ess(level_log_ratio),
         )
-    return levels
+    return ratios_of_level
 
 
 def _ess(log_T: Tensor) -> float:
