@@ -77,56 +77,56 @@ class BoxTests:
             return 0.0
         # By the turn and not from the environment's state: turns are scored while the episode goes on, and by then
         # its files may be those of a later turn.
-        work = await self._artifacts_of(seen.turns[-1].id)
-        if work is None:
+        work_files = await self._artifacts_of(seen.turns[-1].id)
+        if work_files is None:
             raise ScoreError(
                 f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
                 " artifacts() (docs/how-to/process-rewards.md)"
             )
         # A reference of the run file comes last, so that a task can replace a common test.
-        tests = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
-        key = _digest(work, tests, str(seen.task.seed))
+        test_files = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
+        reward_key = _digest(work_files, test_files, str(seen.task.seed))
         # Members of a group often end with the same files. The key has the task's seed because the command may read
         # it (`TASK_SEED`).
-        if (cached := self._rewards.get(key)) is not None:
-            return cached
+        if (cached_reward := self._rewards.get(reward_key)) is not None:
+            return cached_reward
         try:
             # The tests overwrite the work. In the other order a policy could bring a file with the name of a test and
             # be graded by it.
-            value = await self._run({**work, **tests}, seen.task)
+            test_reward = await self._run({**work_files, **test_files}, seen.task)
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
-            await self._run(tests, seen.task)  # unless the tests themselves have them
-            value = 0.0
-        self._rewards[key] = value
+            await self._run(test_files, seen.task)  # unless the tests themselves have them
+            test_reward = 0.0
+        self._rewards[reward_key] = test_reward
         if len(self._rewards) > _REMEMBERED:
             self._rewards.popitem(last=False)
-        return value
+        return test_reward
 
     async def check(self) -> None:
         """Make a box, and look for the command in it. Raises ScoreError without it, SandboxError without a box."""
-        boxes = shared(self._settings.sandbox)
-        await boxes.enter()
+        shared_boxes = shared(self._settings.sandbox)
+        await shared_boxes.enter()
         try:
-            await self._look_for_command(boxes)
+            await self._look_for_command(shared_boxes)
         finally:
-            await boxes.leave()
+            await shared_boxes.leave()
 
     async def _run(self, files: Mapping[str, bytes], task: Task) -> float:
-        boxes = shared(self._settings.sandbox)
-        await boxes.enter()
+        shared_boxes = shared(self._settings.sandbox)
+        await shared_boxes.enter()
         try:
             if not self._has_command:
-                await self._look_for_command(boxes)
-            result = await self._exec(boxes, files, self._settings.command, {"TASK_SEED": str(task.seed)})
+                await self._look_for_command(shared_boxes)
+            test_result = await self._exec(shared_boxes, files, self._settings.command, {"TASK_SEED": str(task.seed)})
         finally:
-            await boxes.leave()
-        return value_of(result, self._settings.score)
+            await shared_boxes.leave()
+        return value_of(test_result, self._settings.score)
 
     async def _look_for_command(self, boxes: SharedBackend) -> None:
-        program = self._settings.command[0]
-        if (await self._exec(boxes, {}, ["sh", "-c", 'command -v "$0"', program], {})).exit_code != 0:
+        program_name = self._settings.command[0]
+        if (await self._exec(boxes, {}, ["sh", "-c", 'command -v "$0"', program_name], {})).exit_code != 0:
             raise ScoreError(
-                f"a box of {self._settings.sandbox} has no {program!r}: give an image with it, or its path"
+                f"a box of {self._settings.sandbox} has no {program_name!r}: give an image with it, or its path"
             )
         self._has_command = True
 
@@ -135,15 +135,15 @@ class BoxTests:
     ) -> ExecResult:
         # A box for each run, closed afterwards: whatever the work leaves behind, processes or files, no other work
         # meets it.
-        limits = Limits(wall_s=self._settings.box_s, cpu_s=self._settings.box_s, memory_bytes=1 << 30)
-        box: Sandbox = await boxes.create(SandboxSpec(image=self._settings.image, limits=limits, files=files))
+        box_limits = Limits(wall_s=self._settings.box_s, cpu_s=self._settings.box_s, memory_bytes=1 << 30)
+        test_box: Sandbox = await boxes.create(SandboxSpec(image=self._settings.image, limits=box_limits, files=files))
         try:
-            return await box.exec(command, env=env, timeout_s=self._settings.box_s)
+            return await test_box.exec(command, env=env, timeout_s=self._settings.box_s)
         finally:
             # Also when the call's deadline cancels it. A box that nobody closes runs on and takes the place of
             # another.
             with trio.CancelScope(shield=True):
-                await box.close()
+                await test_box.close()
 
 
 def value_of(result: ExecResult, score: str) -> float:
@@ -160,25 +160,25 @@ def value_of(result: ExecResult, score: str) -> float:
     # `tests/rewards/test_box_tests.py::test_a_time_out_is_the_hosts_where_the_host_withheld_half_of_the_time`.
     if own_time_out(result) or result.oom:
         return 0.0
-    stdout = _lines(result.stdout)
+    output_lines = _lines(result.stdout)
     if score == "number":
-        return _number(stdout)
-    stderr = _lines(result.stderr)
+        return _number(output_lines)
+    error_lines = _lines(result.stderr)
     if score == "exit":
-        summaries = [*_summaries(stdout, stderr), *_of_others(stdout)]
+        summaries = [*_summaries(output_lines, error_lines), *_of_others(output_lines)]
         # Work that makes the runner skip or find no test ends with exit code 0 in several runners. To count it as a
         # success would teach exactly that.
-        if result.exit_code == 0 and summaries and not any(summary.passed for summary in summaries):
+        if result.exit_code == 0 and summaries and not any(run_summary.passed for run_summary in summaries):
             return _contradiction("exit code 0, and no test passed", summaries[0].line)
         return float(result.exit_code == 0)
-    last = next(iter(_summaries(stdout, stderr)), None)
-    if last is None or not last.ran:
+    last_summary = next(iter(_summaries(output_lines, error_lines)), None)
+    if last_summary is None or not last_summary.ran:
         return 0.0
     # A printed summary is easy to forge, and a runner whose tests all pass does not fail: of two signs that
     # contradict each other the worse one counts.
-    if last.passed == last.ran and result.exit_code != 0:
-        return _contradiction("all tests passed, and the exit code is not 0", last.line)
-    return last.passed / last.ran
+    if last_summary.passed == last_summary.ran and result.exit_code != 0:
+        return _contradiction("all tests passed, and the exit code is not 0", last_summary.line)
+    return last_summary.passed / last_summary.ran
 
 
 def _contradiction(words: str, line: str) -> float:
@@ -188,19 +188,19 @@ def _contradiction(words: str, line: str) -> float:
 
 def _lines(output: bytes) -> list[str]:
     """The last lines that say something, the last one first."""
-    lines = output[-_TAIL:].decode("utf-8", "replace").splitlines()
-    return [line.strip() for line in reversed(lines) if line.strip()]
+    output_lines = output[-_TAIL:].decode("utf-8", "replace").splitlines()
+    return [output_line.strip() for output_line in reversed(output_lines) if output_line.strip()]
 
 
 def _number(lines: list[str]) -> float:
     try:
-        document: Any = json.loads(lines[0])
-        number = float(document["score"] if isinstance(document, dict) else document)  # pyright: ignore[reportUnknownArgumentType]
+        score_document: Any = json.loads(lines[0])
+        printed_score = float(score_document["score"] if isinstance(score_document, dict) else score_document)  # pyright: ignore[reportUnknownArgumentType]
     # The policy's code shares the output: deep nesting (RecursionError) and `1e999` (infinite) or a number of a
     # million digits are things that it can print, and none of them may end the scorer.
     except (IndexError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
         return 0.0
-    return min(max(number, 0.0), 1.0) if math.isfinite(number) else 0.0
+    return min(max(printed_score, 0.0), 1.0) if math.isfinite(printed_score) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +215,27 @@ class _Summary:
 def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
     """All summaries among the last lines, the last one first; those of pytest before those of unittest."""
     summaries: list[_Summary] = []
-    for line in stdout:
-        counts = [(int(n), how) for n, how in _COUNT.findall(line)]
-        if counts or _NONE_RAN.search(line):
-            passed = sum(n for n, how in counts if how == "passed")
-            summaries.append(_Summary(line, passed, sum(n for n, how in counts if how in _RAN_ENDS)))
-    for lines in (stderr, stdout):  # `2>&1` puts unittest's lines into stdout
-        for number, line in enumerate(lines):
-            if match := _RAN.match(line):
+    for output_line in stdout:
+        ending_counts = [(int(count), ending_word) for count, ending_word in _COUNT.findall(output_line)]
+        if ending_counts or _NONE_RAN.search(output_line):
+            passed_count = sum(count for count, ending_word in ending_counts if ending_word == "passed")
+            summaries.append(
+                _Summary(
+                    output_line,
+                    passed_count,
+                    sum(count for count, ending_word in ending_counts if ending_word in _RAN_ENDS),
+                )
+            )
+    for stream_lines in (stderr, stdout):  # `2>&1` puts unittest's lines into stdout
+        for line_index, output_line in enumerate(stream_lines):
+            if ran_match := _RAN.match(output_line):
                 # The lines are in reverse: unittest prints `Ran 3 tests` and below it `OK` or `FAILED (...)`, which
                 # is the one before it here.
-                verdict = lines[number - 1] if number else ""
-                ran = max(int(match[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
-                bad = sum(int(n) for n in _BAD.findall(verdict)) if number else ran  # without a verdict below it: none
-                summaries.append(_Summary(f"{line} {verdict}", max(ran - bad, 0), ran))
+                verdict_line = stream_lines[line_index - 1] if line_index else ""
+                ran_count = max(int(ran_match[1]) - sum(int(count) for count in _SKIPPED.findall(verdict_line)), 0)
+                # Without a verdict below it no test passed.
+                failed_count = sum(int(count) for count in _BAD.findall(verdict_line)) if line_index else ran_count
+                summaries.append(_Summary(f"{output_line} {verdict_line}", max(ran_count - failed_count, 0), ran_count))
     return summaries
 
 
@@ -236,14 +243,18 @@ def _of_others(lines: list[str]) -> list[_Summary]:
     """Summaries of mocha, node and go, which say only whether any test passed: their lines count passed tests, and that
     number stands for `ran` too. The score "share" cannot read them. If go prints verdicts of single tests, its lines of
     packages do not count, since a package whose tests were all skipped is ok."""
-    matches = [(line, match) for line in lines if (match := _OF_OTHERS.match(line)) is not None]
-    has_verdicts = any(match["go"] for _, match in matches)
+    matched_lines = [
+        (output_line, line_match) for output_line in lines if (line_match := _OF_OTHERS.match(output_line)) is not None
+    ]
+    has_verdicts = any(line_match["go"] for _, line_match in matched_lines)
     summaries: list[_Summary] = []
-    for line, match in matches:
-        if match["ok"] and has_verdicts:
+    for output_line, line_match in matched_lines:
+        if line_match["ok"] and has_verdicts:
             continue
-        number = match["mocha"] or match["node"] or (match["go"] == "PASS") or bool(match["ok"])
-        summaries.append(_Summary(line, int(number), int(number)))
+        passed_count = (
+            line_match["mocha"] or line_match["node"] or (line_match["go"] == "PASS") or bool(line_match["ok"])
+        )
+        summaries.append(_Summary(output_line, int(passed_count), int(passed_count)))
     return summaries
 
 
@@ -251,21 +262,23 @@ def _read(folder: Path) -> dict[str, bytes]:
     """The files of a folder by relative path. Raises UsageError."""
     if not folder.is_dir():
         raise UsageError(f"rewards.files = {str(folder)!r} is no folder: name one with the tests")
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    if sum(path.stat().st_size for path in files.values()) > _MOST_BYTES:
+    paths_by_name = {
+        str(file_path.relative_to(folder)): file_path for file_path in sorted(folder.rglob("*")) if file_path.is_file()
+    }
+    if sum(file_path.stat().st_size for file_path in paths_by_name.values()) > _MOST_BYTES:
         raise UsageError(
             f"rewards.files = {str(folder)!r} has more than {_MOST_BYTES >> 20} MiB: leave out what tests do not need"
         )
-    return {name: path.read_bytes() for name, path in files.items()}
+    return {file_name: file_path.read_bytes() for file_name, file_path in paths_by_name.items()}
 
 
 def _digest(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) -> bytes:
-    digest = blake2b(seed.encode())
-    for files in (work, tests):
-        for name, data in sorted(files.items()):
+    work_digest = blake2b(seed.encode())
+    for named_files in (work, tests):
+        for file_name, file_bytes in sorted(named_files.items()):
             # Names and lengths are in the digest, or a byte moved from one file to the next would leave it as it is,
             # and work could get the score of other work.
-            digest.update(f"\0{name}\0{len(data)}\0".encode("utf-8", "surrogatepass"))
-            digest.update(data)
-        digest.update(b"\0\0")
-    return digest.digest()
+            work_digest.update(f"\0{file_name}\0{len(file_bytes)}\0".encode("utf-8", "surrogatepass"))
+            work_digest.update(file_bytes)
+        work_digest.update(b"\0\0")
+    return work_digest.digest()

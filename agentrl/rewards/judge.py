@@ -110,16 +110,18 @@ class Judge:
         # One deadline for all attempts and all shortened texts: a text that no attempt can score must not hold a
         # place of the source for a multiple of its deadline.
         # `tests/rewards/test_judge.py::test_all_attempts_share_the_deadline`.
-        deadline = trio.current_time() + self._client.deadline_s
+        deadline_at_s = trio.current_time() + self._client.deadline_s
 
         async def ask(messages: Sequence[Message], most: int | None) -> Judgement:
             for _ in range(self._attempts - 1):
                 with suppress(ScoreError):
-                    return await self._ask(messages, most, deadline)
-            return await self._ask(messages, most, deadline)
+                    return await self._ask(messages, most, deadline_at_s)
+            return await self._ask(messages, most, deadline_at_s)
 
-        lowest = Judgement(points=self._scale[0], score=0.0, reason="of another text the judge does give a verdict")
-        return await ask_shortened(ask, transcript, lowest)
+        lowest_verdict = Judgement(
+            points=self._scale[0], score=0.0, reason="of another text the judge does give a verdict"
+        )
+        return await ask_shortened(ask, transcript, lowest_verdict)
 
     async def __call__(self, trajectory: Trajectory) -> float:
         """Score the whole conversation as a rewarder, from 0 to 1."""
@@ -134,21 +136,21 @@ class Judge:
         boundary, question = secrets.token_hex(8), _ASK
         if most is not None:
             messages, question = shortened(messages, most, f"{boundary} "), _IN_PART.format(boundary=boundary) + _ASK
-        low, high = self._scale
-        system = _SYSTEM.format(boundary=boundary, rubric=self._rubric, low=low, high=high)
-        answer = await self._client.chat(
+        lowest_points, highest_points = self._scale
+        system_text = _SYSTEM.format(boundary=boundary, rubric=self._rubric, low=lowest_points, high=highest_points)
+        judge_answer = await self._client.chat(
             [
-                {"role": "system", "content": system},
+                {"role": "system", "content": system_text},
                 {"role": "user", "content": f"{fenced(messages, boundary)}\n\n{question}"},
             ],
             schema=self._schema(boundary) if self._guided else None,
             deadline_s=max(deadline - trio.current_time(), 0.0),
             **self._options,
         )
-        return self._read(answer, boundary)
+        return self._read(judge_answer, boundary)
 
     def _schema(self, boundary: str) -> dict[str, Json]:
-        low, high = self._scale
+        lowest_points, highest_points = self._scale
         properties: dict[str, Json] = {
             # Bounded here as well: a guided judge that rambles in its reason would be cut by `max_tokens` before it
             # writes a score, and the grammar cannot make it end earlier.
@@ -156,25 +158,31 @@ class Judge:
             "boundary": {"type": "string", "enum": [boundary]},
             # An enumeration, not `minimum` and `maximum`: some of the grammar compilers behind guided decoding ignore
             # bounds of numbers.
-            "score": {"type": "integer", "enum": list(range(low, high + 1))},
+            "score": {"type": "integer", "enum": list(range(lowest_points, highest_points + 1))},
         }
         return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
     def _read(self, answer: str, boundary: str) -> Judgement:
         """The verdict that an answer is. Raises ScoreError."""
-        low, high = self._scale
+        lowest_points, highest_points = self._scale
         try:
-            read = _Answer.model_validate_json(answer)
+            answer_fields = _Answer.model_validate_json(answer)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            first_error = error.errors()[0]
+            error_location = ".".join(str(location_part) for location_part in first_error["loc"])
             raise ScoreError(
-                f"the judge gave no verdict ({where or 'JSON'}: {first['msg']}): {answer[:200]!r}"
+                f"the judge gave no verdict ({error_location or 'JSON'}: {first_error['msg']}): {answer[:200]!r}"
             ) from None
         # The one check that the policy cannot satisfy beforehand:
         # `tests/rewards/test_judge.py::test_a_verdict_that_the_work_holds_is_not_the_judges`.
-        if read.boundary != boundary:
+        if answer_fields.boundary != boundary:
             raise ScoreError(f"the judge's verdict lacks the boundary of its call: {answer[:200]!r}")
-        if not low <= read.score <= high:
-            raise ScoreError(f"the judge gave {read.score}, which is not from {low} to {high}")
-        return Judgement(points=read.score, score=(read.score - low) / (high - low), reason=read.reason)
+        if not lowest_points <= answer_fields.score <= highest_points:
+            raise ScoreError(
+                f"the judge gave {answer_fields.score}, which is not from {lowest_points} to {highest_points}"
+            )
+        return Judgement(
+            points=answer_fields.score,
+            score=(answer_fields.score - lowest_points) / (highest_points - lowest_points),
+            reason=answer_fields.reason,
+        )

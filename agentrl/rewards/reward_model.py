@@ -32,14 +32,16 @@ class RewardModel:
         Takes no longer than the client's `deadline_s` in all.
 
         Raises ScoreError for a model without this label or numbers, EngineError as the client does."""
-        deadline = trio.current_time() + self._client.deadline_s
+        deadline_at_s = trio.current_time() + self._client.deadline_s
 
         async def ask(messages: Sequence[Message], most: int | None) -> float:
             # No boundary here: a classification head has no instructions that a text could imitate, and the chat
             # template puts the speakers' marks. What remains are control tokens.
-            shown = defused_messages(messages if most is None else shortened(messages, most))
-            left_s = max(deadline - trio.current_time(), 0.0)
-            return self._read(await self._client.classify_chat(shown, activation=self._activation, deadline_s=left_s))
+            shown_messages = defused_messages(messages if most is None else shortened(messages, most))
+            remaining_s = max(deadline_at_s - trio.current_time(), 0.0)
+            return self._read(
+                await self._client.classify_chat(shown_messages, activation=self._activation, deadline_s=remaining_s)
+            )
 
         return await ask_shortened(ask, messages, self._refused)
 
@@ -57,6 +59,6 @@ class RewardModel:
             raise ScoreError(f"{self._client.url}: no label {self._label}, the model has {len(outputs)}")
         # A head in half precision can overflow for strange texts. The infinity would pass through a group's mean into
         # every advantage of the group.
-        if not math.isfinite(score := outputs[self._label]):
-            raise ScoreError(f"{self._client.url}: the score is {score}")
-        return score
+        if not math.isfinite(label_score := outputs[self._label]):
+            raise ScoreError(f"{self._client.url}: the score is {label_score}")
+        return label_score

@@ -72,66 +72,73 @@ class Rubric(Generic[T]):
             raise ConfigError("parts", dict(parts), "give at least one reward")
         if combine not in ("sum", "product"):
             raise ConfigError("combine", combine, "give 'sum' or 'product'")
-        self._parts: dict[str, Part[T]] = {name: _part(declared) for name, declared in parts.items()}
-        for name, part in self._parts.items():
-            if not math.isfinite(part.weight):
-                raise ConfigError(f"parts.{name}.weight", part.weight, "give a finite number")
+        self._parts: dict[str, Part[T]] = {part_name: _part(declared) for part_name, declared in parts.items()}
+        for part_name, rubric_part in self._parts.items():
+            if not math.isfinite(rubric_part.weight):
+                raise ConfigError(f"parts.{part_name}.weight", rubric_part.weight, "give a finite number")
             # A factor before a product scales all of it, whichever part has it, and would look as if it weighed that
             # part alone.
-            if combine == "product" and part.weight != 1.0:
-                raise ConfigError(f"parts.{name}.weight", part.weight, "a product has no weights: leave it out")
+            if combine == "product" and rubric_part.weight != 1.0:
+                raise ConfigError(
+                    f"parts.{part_name}.weight", rubric_part.weight, "a product has no weights: leave it out"
+                )
         self._combine = combine
 
     async def score(self, subject: T) -> Scores:
         """Ask the parts. Raises a part's own error, and ScoreError naming the part that gave no finite number."""
-        scores: dict[str, float] = {}
-        for name, part in self._parts.items():
-            if part.gate is not None:
-                scores[name] = await self._ask(name, subject)
+        scores_by_part: dict[str, float] = {}
+        for part_name, rubric_part in self._parts.items():
+            if rubric_part.gate is not None:
+                scores_by_part[part_name] = await self._ask(part_name, subject)
                 # The other parts are not called at all. They may be judges that cost seconds and money, and their
                 # number would not count.
                 # `tests/rewards/test_rubric.py::test_below_a_gate_nothing_counts_and_nothing_else_is_asked`.
-                if scores[name] < part.gate:
-                    return Scores(0.0, scores)
-        scores |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], subject)
+                if scores_by_part[part_name] < rubric_part.gate:
+                    return Scores(0.0, scores_by_part)
+        scores_by_part |= await self._ask_all(
+            [part_name for part_name, rubric_part in self._parts.items() if rubric_part.gate is None], subject
+        )
         # In the order of declaration: they came in the order in which they finished, and sums and journals should not
         # depend on that.
-        parts = {name: scores[name] for name in self._parts}
+        ordered_scores = {part_name: scores_by_part[part_name] for part_name in self._parts}
         if self._combine == "product":
-            return Scores(math.prod(parts.values()), parts)
-        return Scores(math.fsum(self._parts[name].weight * value for name, value in parts.items()), parts)
+            return Scores(math.prod(ordered_scores.values()), ordered_scores)
+        return Scores(
+            math.fsum(self._parts[part_name].weight * part_score for part_name, part_score in ordered_scores.items()),
+            ordered_scores,
+        )
 
     async def __call__(self, subject: T) -> float:
         """Return the total score as a rewarder."""
         return (await self.score(subject)).total
 
     async def _ask_all(self, names: list[str], subject: T) -> dict[str, float]:
-        scores: dict[str, float] = {}
-        broken: list[Exception] = []
+        scores_by_part: dict[str, float] = {}
+        part_errors: list[Exception] = []
 
         async def ask(name: str) -> None:
             try:
-                scores[name] = await self._ask(name, subject)
+                scores_by_part[name] = await self._ask(name, subject)
             # Taken out of the nursery by hand. Raised inside, it would reach the environment as an exception group,
             # and its handling of an EngineError (law 3) would not see one.
             except Exception as error:
-                broken.append(error)
+                part_errors.append(error)
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for name in names:
-                nursery.start_soon(ask, name)
-        if broken:
-            raise broken[0]
-        return scores
+            for part_name in names:
+                nursery.start_soon(ask, part_name)
+        if part_errors:
+            raise part_errors[0]
+        return scores_by_part
 
     async def _ask(self, name: str, subject: T) -> float:
-        answer = self._parts[name].reward(subject)
-        score = await answer if isinstance(answer, Awaitable) else answer
-        number = float(score.score if isinstance(score, Judgement) else score)
-        if not math.isfinite(number):
-            raise ScoreError(f"the part {name!r} of a rubric gave {number}")
-        return number
+        part_answer = self._parts[name].reward(subject)
+        part_score = await part_answer if isinstance(part_answer, Awaitable) else part_answer
+        score_number = float(part_score.score if isinstance(part_score, Judgement) else part_score)
+        if not math.isfinite(score_number):
+            raise ScoreError(f"the part {name!r} of a rubric gave {score_number}")
+        return score_number
 
 
 def _part(reward: Part[T] | Callable[[T], Score | Awaitable[Score]]) -> Part[T]:

@@ -40,5 +40,5 @@ def _content(seen: Trajectory) -> bytes:
     task = seen.task
     # The task is part of it, since a source may look at its seed or options, and the same words can be right for one
     # task and wrong for another. The stop reason, since a potential ends at 0.
-    content = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+    content_parts = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
+    return hashlib.sha256(json.dumps(content_parts, sort_keys=True).encode()).digest()

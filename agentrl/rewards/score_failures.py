@@ -65,9 +65,9 @@ class ScoreFailures:
         )
         if not self.texts_failed:
             return line
-        most = self.texts[0]
+        worst = self.texts[0]
         texts = f"{self.texts_failed} different texts" if self.texts_failed > 1 else "one text"
-        return f"{line}; {texts} never got a score, most often {most.text[:60]!r} ({most.turns} turns)"
+        return f"{line}; {texts} never got a score, most often {worst.text[:60]!r} ({worst.turns} turns)"
 
 
 @dataclass(slots=True)
@@ -96,42 +96,47 @@ class FailureCount:
     def failed(self, text: str, calls: int, reason: str) -> None:
         """Count a turn for which `calls` calls were made, and none gave a score."""
         self._add(calls, calls, reason, turns_failed=1)
-        digest = _digest(text)
-        previous = self._texts.get(digest)
-        if previous is not None or len(self._texts) < _MOST_TEXTS:
-            turns = 1 if previous is None else previous.turns + 1
-            self._texts[digest] = UnscoredText(text=text[:_SHOWN_CHARACTERS], turns=turns, reason=reason)
+        text_digest = _digest(text)
+        previous_count = self._texts.get(text_digest)
+        if previous_count is not None or len(self._texts) < _MOST_TEXTS:
+            turn_count = 1 if previous_count is None else previous_count.turns + 1
+            self._texts[text_digest] = UnscoredText(text=text[:_SHOWN_CHARACTERS], turns=turn_count, reason=reason)
 
     def row(self) -> dict[str, Json] | None:
         """The counts so far, if they are worth a row now: calls failed since the last one."""
-        failed, now = self._sums.calls_failed, time.monotonic()
-        if failed == self._recorded or (failed < _GROWN * self._recorded and now < self._recorded_s + _DUE_S):
+        failed_calls, recorded_s = self._sums.calls_failed, time.monotonic()
+        if failed_calls == self._recorded or (
+            failed_calls < _GROWN * self._recorded and recorded_s < self._recorded_s + _DUE_S
+        ):
             return None
-        self._recorded, self._recorded_s = failed, now
-        shown = sorted(self._texts.items(), key=lambda item: -item[1].turns)[:_SHOWN_TEXTS]
-        texts = [{"digest": key, "text": text.text, "turns": text.turns, "reason": text.reason} for key, text in shown]
-        sums = self._sums
+        self._recorded, self._recorded_s = failed_calls, recorded_s
+        shown_texts = sorted(self._texts.items(), key=lambda item: -item[1].turns)[:_SHOWN_TEXTS]
+        text_rows = [
+            {"digest": digest, "text": unscored.text, "turns": unscored.turns, "reason": unscored.reason}
+            for digest, unscored in shown_texts
+        ]
+        count_sums = self._sums
         return {
             "source": self.source,
             "life": self.life,
-            "calls": sums.calls,
-            "calls_failed": failed,
-            "turns": sums.turns,
-            "turns_failed": sums.turns_failed,
+            "calls": count_sums.calls,
+            "calls_failed": failed_calls,
+            "turns": count_sums.turns,
+            "turns_failed": count_sums.turns_failed,
             "texts_failed": len(self._texts),
-            "reason": sums.reason,
-            "texts": texts,  # pyright: ignore[reportReturnType]
+            "reason": count_sums.reason,
+            "texts": text_rows,  # pyright: ignore[reportReturnType]
         }
 
     def _add(self, calls: int, calls_failed: int, reason: str, *, turns_failed: int) -> None:
-        sums = self._sums
+        count_sums = self._sums
         self._sums = replace(
-            sums,
-            calls=sums.calls + calls,
-            calls_failed=sums.calls_failed + calls_failed,
-            turns=sums.turns + 1,
-            turns_failed=sums.turns_failed + turns_failed,
-            reason=reason or sums.reason,
+            count_sums,
+            calls=count_sums.calls + calls,
+            calls_failed=count_sums.calls_failed + calls_failed,
+            turns=count_sums.turns + 1,
+            turns_failed=count_sums.turns_failed + turns_failed,
+            reason=reason or count_sums.reason,
         )
 
 
@@ -140,25 +145,27 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
     the last one of a life has its counts."""
     # Rows have the counts of a process so far, not what was added since: a row that could not be written is then no
     # loss. So the last of each life counts, and lives are added up.
-    last = {(row["source"], row["life"]): row for row in rows}
-    failures: list[ScoreFailures] = []
-    for source in sorted({source for source, _ in last}):
-        lives = [row for (name, _), row in last.items() if name == source]
-        texts: dict[str, UnscoredText] = {}
-        for text in (text for row in lives for text in row["texts"]):
-            before = texts.get(text["digest"])
-            turns = text["turns"] + (0 if before is None else before.turns)
-            texts[text["digest"]] = UnscoredText(text=text["text"], turns=turns, reason=text["reason"])
-        counts = ("calls", "calls_failed", "turns", "turns_failed", "texts_failed")
-        failures.append(
+    last_by_life = {(count_row["source"], count_row["life"]): count_row for count_row in rows}
+    source_failures: list[ScoreFailures] = []
+    for counted_source in sorted({counted_source for counted_source, _ in last_by_life}):
+        life_rows = [count_row for (source_name, _), count_row in last_by_life.items() if source_name == counted_source]
+        texts_by_digest: dict[str, UnscoredText] = {}
+        for text_row in (text_row for count_row in life_rows for text_row in count_row["texts"]):
+            earlier_lives = texts_by_digest.get(text_row["digest"])
+            turn_count = text_row["turns"] + (0 if earlier_lives is None else earlier_lives.turns)
+            texts_by_digest[text_row["digest"]] = UnscoredText(
+                text=text_row["text"], turns=turn_count, reason=text_row["reason"]
+            )
+        count_names = ("calls", "calls_failed", "turns", "turns_failed", "texts_failed")
+        source_failures.append(
             ScoreFailures(
-                source=source,
-                reason=lives[-1]["reason"],
-                texts=tuple(sorted(texts.values(), key=lambda text: -text.turns)[:_SHOWN_TEXTS]),
-                **{name: sum(row[name] for row in lives) for name in counts},
+                source=counted_source,
+                reason=life_rows[-1]["reason"],
+                texts=tuple(sorted(texts_by_digest.values(), key=lambda text: -text.turns)[:_SHOWN_TEXTS]),
+                **{count_name: sum(count_row[count_name] for count_row in life_rows) for count_name in count_names},
             )
         )
-    return failures
+    return source_failures
 
 
 def _digest(text: str) -> str:

@@ -74,14 +74,14 @@ def rewarder_of(
             return rewarder
         # A limiter of its own, as in `Scorer`: trio's common one is shared with the environments, and a source that
         # hangs would fill it.
-        threads = trio.CapacityLimiter(settings.concurrency)
-        cache = ScoreCache(apart=settings.measure == "tests")
+        thread_limiter = trio.CapacityLimiter(settings.concurrency)
+        score_cache = ScoreCache(apart=settings.measure == "tests")
 
         async def potential(state: Trajectory) -> float:
-            return (await _called(rewarder, state, threads)).value
+            return (await _called(rewarder, state, thread_limiter)).value
 
-        return Shaping(potential, settings.gamma, cache)
-    client = ScoringClient(
+        return Shaping(potential, settings.gamma, score_cache)
+    scoring_client = ScoringClient(
         settings.url or "",
         model=settings.model,
         api_key=settings.api_key(),
@@ -89,14 +89,14 @@ def rewarder_of(
         deadline_s=_OWN_SHARE * settings.call_deadline_s,
         transport=transport,
     )
-    model: RewardModel | Judge = Judge(client, rubric=settings.rubric or "", attempts=1)
+    scoring_model: RewardModel | Judge = Judge(scoring_client, rubric=settings.rubric or "", attempts=1)
     if settings.kind == "prm":
-        model = RewardModel(client, label=settings.label, activation=settings.activation)
+        scoring_model = RewardModel(scoring_client, label=settings.label, activation=settings.activation)
 
     async def of_action(seen: Trajectory) -> float:
         # A judge sees the action and not what came of it: the tools' answer may hold text that the policy had put
         # there, and a process reward is one of the action.
-        return await model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
+        return await scoring_model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
 
     return of_action
 
@@ -108,15 +108,21 @@ async def _none(_: str) -> None:
 def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajectory:
     """The episode as it was after a turn. If it is `settled` whether the turn's role acts again, and it does not, the
     episode has a stop reason. Raises LookupError for a turn that is not in it."""
-    for index, each_turn in enumerate(trajectory.turns):
+    for turn_index, each_turn in enumerate(trajectory.turns):
         if each_turn.id == turn:
             # Later turns of other roles do not count: for a role, the episode is over when it acts no more.
-            over = settled and all(later.role != each_turn.role for later in trajectory.turns[index + 1 :])
+            is_over = settled and all(
+                later_turn.role != each_turn.role for later_turn in trajectory.turns[turn_index + 1 :]
+            )
             # Always DONE and never the real reason: it may not be known yet, and a score that depended on when it was
             # asked for would differ between a run and its replay.
-            reason = StopReason.DONE if over else None
+            stop_reason = StopReason.DONE if is_over else None
             return replace(
-                trajectory, turns=trajectory.turns[: index + 1], stop_reason=reason, outcome=None, success=None
+                trajectory,
+                turns=trajectory.turns[: turn_index + 1],
+                stop_reason=stop_reason,
+                outcome=None,
+                success=None,
             )
     raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
 
@@ -174,19 +180,23 @@ class Scorer:
         """Score turns until cancelled. Each turn is fetched once, however long its score takes."""
         async with trio.open_nursery() as nursery:
             while True:
-                free = self.settings.concurrency - len(self._under_way)
-                now = trio.current_time()
-                self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
-                skip = self._under_way | self._failed.keys()
-                source, settled = self.settings.source, self._settled
+                free_places = self.settings.concurrency - len(self._under_way)
+                looked_s = trio.current_time()
+                self._failed = {turn_name: until_s for turn_name, until_s in self._failed.items() if until_s > looked_s}
+                skipped_turns = self._under_way | self._failed.keys()
+                source_name, is_settled = self.settings.source, self._settled
                 # Turns that are under way or have failed are left out, or they would fill the limit again and again.
-                waiting = await self.store.awaiting(source, free, skip=skip, settled=settled) if free else []
-                for turn in waiting:
-                    self._under_way.add(turn)
-                    nursery.start_soon(self._serve_one, turn)
-                if (row := self._count.row()) is not None:
+                waiting_turns = (
+                    await self.store.awaiting(source_name, free_places, skip=skipped_turns, settled=is_settled)
+                    if free_places
+                    else []
+                )
+                for turn_name in waiting_turns:
+                    self._under_way.add(turn_name)
+                    nursery.start_soon(self._serve_one, turn_name)
+                if (failure_row := self._count.row()) is not None:
                     with suppress(DiskFull, StoreAway):  # its counts are in the next one
-                        await self.store.record(KIND, 0, row)
+                        await self.store.record(KIND, 0, failure_row)
                 with trio.CancelScope() as self._idle:
                     # Woken by the store when a turn begins to wait. The time limit is for turns whose pause after a
                     # failure ends, for which nobody signals.
@@ -209,69 +219,71 @@ class Scorer:
     async def score(self, turn: str, *, version: int | None = None) -> float:
         """Ask what a turn is worth, and write it down. Raises ScoreError where every attempt failed, LookupError if the
         turn's episode began anew meanwhile."""
-        seen = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
-        started = time.monotonic()
-        value, cost, columns = self._known.get(seen), 0.0, NONE
-        if value is None:
-            verdict, cost = await self._ask_repeatedly(seen)
-            value, columns = verdict.value, verdict.columns
+        seen_episode = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
+        started_s = time.monotonic()
+        score_value, call_count, token_columns = self._known.get(seen_episode), 0.0, NONE
+        if score_value is None:
+            verdict, call_count = await self._ask_repeatedly(seen_episode)
+            score_value, token_columns = verdict.value, verdict.columns
             if self.settings.kind != "teacher":  # what it says is of tokens, and texts may be alike
-                self._known.keep(seen, value)
-        took_s, source = time.monotonic() - started, self.settings.source
-        await self.store.score(turn, source, value, version=version, took_s=took_s, cost=cost, columns=columns)
-        return value
+                self._known.keep(seen_episode, score_value)
+        took_s, source_name = time.monotonic() - started_s, self.settings.source
+        await self.store.score(
+            turn, source_name, score_value, version=version, took_s=took_s, cost=call_count, columns=token_columns
+        )
+        return score_value
 
     async def _ask_repeatedly(self, seen: Trajectory) -> tuple[Verdict, float]:
         """The verdict, and how many calls it took."""
-        failure, text = "", seen.turns[-1].text
+        failure_line, turn_text = "", seen.turns[-1].text
         for attempt in range(self.settings.retries + 1):
             # Doubling pauses: a server that refuses because it is overloaded is not helped by requests that come at
             # once.
             if attempt:
                 await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
-            with trio.move_on_after(self.settings.call_deadline_s) as scope:
+            with trio.move_on_after(self.settings.call_deadline_s) as call_scope:
                 try:
                     verdict = await _called(self.ask, seen, self._threads)
                     if abs(verdict.value) <= LARGEST:
-                        self._count.scored(text, attempt + 1, failure)
+                        self._count.scored(turn_text, attempt + 1, failure_line)
                         return verdict, attempt + 1.0
-                    failure = f"{verdict.value} is no reward"
+                    failure_line = f"{verdict.value} is no reward"
                 # SystemExit too, since `sys.exit` in a user's function would otherwise end the worker with all its
                 # episodes, and asyncio's CancelledError, which is no Exception and is not trio's own. trio's passes
                 # through.
                 # `tests/rewards/test_sources.py::test_a_source_that_exits_or_is_cancelled_by_asyncio_ends_no_worker`.
                 except (Exception, SystemExit, asyncio.CancelledError) as error:  # of a source's own code: named
-                    failure = " ".join(f"{type(error).__name__}: {error}".split())
+                    failure_line = " ".join(f"{type(error).__name__}: {error}".split())
                     if not isinstance(error, AgentRLError):
-                        failure = f"{failure} ({place_of(error)})"
+                        failure_line = f"{failure_line} ({place_of(error)})"
                         self._tracebacks.log(error, self._where(seen))
-            if scope.cancelled_caught:
-                failure = f"no answer within {self.settings.call_deadline_s:g} s"
-        self._count.failed(text, self.settings.retries + 1, failure)
-        raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
+            if call_scope.cancelled_caught:
+                failure_line = f"no answer within {self.settings.call_deadline_s:g} s"
+        self._count.failed(turn_text, self.settings.retries + 1, failure_line)
+        raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure_line}")
 
     def _where(self, seen: Trajectory) -> str:
-        task, turn = seen.task, seen.turns[-1].id
-        where = f"{task.env}, seed {task.seed} (task {task.index}, turn {turn})"
-        return f"reward source {self.settings.source!r} failed, {where}"
+        seen_task, turn_name = seen.task, seen.turns[-1].id
+        turn_label = f"{seen_task.env}, seed {seen_task.seed} (task {seen_task.index}, turn {turn_name})"
+        return f"reward source {self.settings.source!r} failed, {turn_label}"
 
 
 def _own_callable(settings: RewardSource) -> TurnRewarder:
     """The callable of a run file. An async one has a trio loop of its own, in a thread: if it blocks, or never ends,
     its own source is late, and the worker goes on."""
-    function: TurnRewarder = load_reference(settings.call or "")
-    if not _is_async(function):
-        return function
+    own_function: TurnRewarder = load_reference(settings.call or "")
+    if not _is_async(own_function):
+        return own_function
     # An async function of a user may block the loop that it runs on with one careless call. On the worker's loop that
     # stops every episode.
     # `tests/rewards/test_sources.py::test_an_async_source_of_ones_own_that_never_answers_holds_up_itself_alone`.
-    loop = LoopThread()
+    loop_thread = LoopThread()
 
     async def within_deadline(seen: Trajectory) -> float | Verdict:
         with trio.fail_after(settings.call_deadline_s):
-            return await cast("Awaitable[float | Verdict]", function(seen))
+            return await cast("Awaitable[float | Verdict]", own_function(seen))
 
-    return partial(loop.run, within_deadline)
+    return partial(loop_thread.run, within_deadline)
 
 
 def _is_async(ask: TurnRewarder) -> bool:
@@ -281,11 +293,11 @@ def _is_async(ask: TurnRewarder) -> bool:
 async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> Verdict:
     """A source's answer. A blocking one is left behind at the deadline, in its thread, and holds its place there."""
     if _is_async(ask):
-        answer = ask(seen)
+        source_answer = ask(seen)
     else:
         # A thread cannot be stopped. Abandoned, it goes on until it ends by itself and holds its place of the limiter
         # until then, so a source that always hangs runs out of its own places and not of the process's threads.
         # `tests/rewards/test_sources.py::test_blocking_sources_that_hang_take_no_thread_from_the_environments`.
-        answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
-    value = await answer if inspect.isawaitable(answer) else answer
-    return value if isinstance(value, Verdict) else Verdict(float(value))
+        source_answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
+    source_value = await source_answer if inspect.isawaitable(source_answer) else source_answer
+    return source_value if isinstance(source_value, Verdict) else Verdict(float(source_value))

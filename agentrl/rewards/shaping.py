@@ -39,13 +39,13 @@ class Shaping:
     known: ScoreCache = field(default_factory=ScoreCache)
 
     async def __call__(self, seen: Trajectory) -> float:
-        turns, role = seen.turns, seen.turns[-1].role
-        turns_of_role = [index for index, turn in enumerate(turns) if turn.role == role]
+        seen_turns, acting_role = seen.turns, seen.turns[-1].role
+        turns_of_role = [turn_index for turn_index, turn in enumerate(seen_turns) if turn.role == acting_role]
         # The potential counts from the start, where it is 0 by definition, so the first turn of a role begins at 0.
-        before = await self._phi(seen, turns_of_role[-2] + 1) if len(turns_of_role) > 1 else 0.0
+        potential_before = await self._phi(seen, turns_of_role[-2] + 1) if len(turns_of_role) > 1 else 0.0
         # At the end it is 0 as well: a potential that was left over would be a reward and could change the best policy.
-        after = await self._phi(seen, len(turns)) if seen.stop_reason is None else 0.0
-        return self.gamma * after - before
+        potential_after = await self._phi(seen, len(seen_turns)) if seen.stop_reason is None else 0.0
+        return self.gamma * potential_after - potential_before
 
     async def _phi(self, seen: Trajectory, turns: int) -> float:
         """The potential after so many turns, counted from the start."""
@@ -53,12 +53,12 @@ class Shaping:
 
     async def _potential_of(self, seen: Trajectory, turns: int) -> float:
         """The potential after so many turns, as the user's function gives it: called once for each state."""
-        state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
-        value = self.known.get(state)
-        if value is None:
-            value = await self.potential(state)
-            self.known.keep(state, value)
-        return value
+        earlier_state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
+        potential_value = self.known.get(earlier_state)
+        if potential_value is None:
+            potential_value = await self.potential(earlier_state)
+            self.known.keep(earlier_state, potential_value)
+        return potential_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +69,5 @@ class Overlong:
     margin: int
 
     def __call__(self, seen: Trajectory) -> float:
-        over = len(seen.turns[-1].token_ids) - (self.most - self.margin)
-        return -min(max(over / self.margin, 0.0), 1.0)
+        excess_tokens = len(seen.turns[-1].token_ids) - (self.most - self.margin)
+        return -min(max(excess_tokens / self.margin, 0.0), 1.0)

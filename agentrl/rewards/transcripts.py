@@ -31,13 +31,13 @@ _CONTROL = re.compile(r"<(?=[^\s<>]+>)|\[(?=/?[A-Z_]+\])")
 
 def messages_of(trajectory: Trajectory) -> Messages:
     """The whole conversation in its order; if several roles took turns, each action has its role as `name`."""
-    messages = list(trajectory.start)
+    all_messages = list(trajectory.start)
     for turn in trajectory.turns:
-        action: Message = {"role": "assistant", "content": turn.text}
-        messages.append(action if turn.role == POLICY else {**action, "name": turn.role})
+        action_message: Message = {"role": "assistant", "content": turn.text}
+        all_messages.append(action_message if turn.role == POLICY else {**action_message, "name": turn.role})
         if turn.step is not None:
-            messages.extend(turn.step.observation)
-    return tuple(messages)
+            all_messages.extend(turn.step.observation)
+    return tuple(all_messages)
 
 
 def defused(text: str) -> str:
@@ -54,15 +54,15 @@ def defused_messages(messages: Sequence[Message]) -> list[Message]:
 def shortened(messages: Sequence[Message], most: int, mark: str = "") -> list[Message]:
     """Messages whose contents have about `most` characters together: the longest ones lose their middle, and a line in
     its place, which begins with `mark`, says how much. Short ones stay whole: none pushes another out."""
-    sizes, level, remaining = sorted(map(_chars, messages)), 0, most
+    sorted_chars, water_level, remaining = sorted(map(_chars, messages)), 0, most
     # The level at which the water stands: from the shortest on, each takes what it needs as long as that is no more
     # than an equal share of what remains. Cutting all in proportion would shorten the one-line answer along with the
     # dump of a file.
-    for place, size in enumerate(sizes):
-        if size > (level := remaining // (len(sizes) - place)):
+    for position, message_chars in enumerate(sorted_chars):
+        if message_chars > (water_level := remaining // (len(sorted_chars) - position)):
             break
-        remaining -= size
-    return [message if _chars(message) <= level else _cut(message, level, mark) for message in messages]
+        remaining -= message_chars
+    return [message if _chars(message) <= water_level else _cut(message, water_level, mark) for message in messages]
 
 
 def _chars(message: Message) -> int:
@@ -70,37 +70,40 @@ def _chars(message: Message) -> int:
 
 
 def _cut(message: Message, most: int, mark: str) -> Message:
-    text, half = message["content"], most // 2
-    note = f"\n{mark}{len(text) - 2 * half} characters are left out here\n"
+    message_text, half_chars = message["content"], most // 2
+    cut_note = f"\n{mark}{len(message_text) - 2 * half_chars} characters are left out here\n"
     # The middle goes, since a message states its aim at the beginning and its result at the end.
-    return {**message, "content": text[:half] + note + text[len(text) - half :]}
+    return {**message, "content": message_text[:half_chars] + cut_note + message_text[len(message_text) - half_chars :]}
 
 
 def fenced(messages: Sequence[Message], boundary: str) -> str:
     """The messages, each behind a line with `boundary` and who speaks, and a last such line."""
-    parts = [f"{boundary} {_speaker(message)}\n{_body(message)}" for message in messages]
-    return "\n".join([*parts, f"{boundary} end"])
+    fenced_parts = [f"{boundary} {_speaker(message)}\n{_body(message)}" for message in messages]
+    return "\n".join([*fenced_parts, f"{boundary} end"])
 
 
 def _speaker(message: Message) -> str:
-    words = [message["role"], message.get("name", "")]
+    speaker_words = [message["role"], message.get("name", "")]
     # A role's name can come from an environment that passes on text: with a line break in it, it would begin a line
     # of its own.
-    return " ".join(re.sub(r"\W+", "_", word)[:100] for word in words if word)
+    return " ".join(re.sub(r"\W+", "_", speaker_word)[:100] for speaker_word in speaker_words if speaker_word)
 
 
 def _body(message: Message) -> str:
-    calls = message.get("tool_calls")
-    return defused(message["content"] + (f"\n{json.dumps(calls)}" if calls else ""))
+    tool_calls = message.get("tool_calls")
+    return defused(message["content"] + (f"\n{json.dumps(tool_calls)}" if tool_calls else ""))
 
 
 def _defused(value: Json) -> Json:
     if isinstance(value, str):
         return defused(value)
     if isinstance(value, dict):
-        return {defused(name): _defused(inner) for name, inner in cast("dict[str, Json]", value).items()}
+        return {
+            defused(field_name): _defused(field_value)
+            for field_name, field_value in cast("dict[str, Json]", value).items()
+        }
     if isinstance(value, list):
-        return [_defused(inner) for inner in cast("list[Json]", value)]
+        return [_defused(field_value) for field_value in cast("list[Json]", value)]
     return value
 
 
@@ -118,17 +121,17 @@ async def ask_shortened(
     """Return the answer of `ask` for the messages, all of them (None) or at most so many characters: half as many after
     each EngineRefusal. If the server refuses all, or answers without a score (ScoreError) although it scores another
     text, return `lowest`. Raises the ScoreError of a server that scores no text at all, and what else `ask` raises."""
-    chars = sum(len(message["content"]) for message in messages)
-    why: EngineError | None = None
+    total_chars = sum(len(message["content"]) for message in messages)
+    last_error: EngineError | None = None
     # Halved until it is taken: the limit is in the server's tokens, which are not known here, and a wrong guess of
     # the ratio would cut too much or fail anyway.
-    for most in (None, *(chars // part for part in _PARTS)):
+    for most_chars in (None, *(total_chars // divisor for divisor in _PARTS)):
         try:
-            return await ask(messages, most)
+            return await ask(messages, most_chars)
         except EngineRefusal as error:
-            why = error
+            last_error = error
         except ScoreError as error:
-            why = error
+            last_error = error
             break
     try:
         # Is it the text or the server? If another text is scored, it is the text, which the policy wrote, and it gets
@@ -137,7 +140,9 @@ async def ask_shortened(
         # (law 3).
         await ask(_ANY, None)
     except ScoreError:
-        if isinstance(why, ScoreError):
-            raise why from None
-    log.warning("a text of %d characters has no score, and another one has: it counts %s: %s", chars, lowest, why)
+        if isinstance(last_error, ScoreError):
+            raise last_error from None
+    log.warning(
+        "a text of %d characters has no score, and another one has: it counts %s: %s", total_chars, lowest, last_error
+    )
     return lowest

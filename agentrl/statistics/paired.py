@@ -39,25 +39,25 @@ class Interval(NamedTuple):
 def over_tasks(differences: Array, *, is_success: bool) -> Interval:
     """Return the interval of the mean of independent differences along the last axis, which holds two tasks or more.
     `is_success` says that they are differences of probabilities, between -1 and 1."""
-    stats = scipy_stats()
-    n = differences.shape[-1]
-    added = 2 if is_success else 0
-    count = n + added
+    scipy_module = scipy_stats()
+    task_count = differences.shape[-1]
+    added_tasks = 2 if is_success else 0
+    adjusted_count = task_count + added_tasks
     estimate = differences.mean(axis=-1)
-    centre = estimate * n / count
-    squares = (differences**2).sum(axis=-1) + added / 2
+    adjusted_mean = estimate * task_count / adjusted_count
+    sum_of_squares = (differences**2).sum(axis=-1) + added_tasks / 2
     # Differences that are all equal have no spread but that of rounding.
-    spread = np.maximum(squares - count * centre**2, 0.0) / (count - 1)
-    error = np.sqrt(np.where(spread <= 1e-12 * squares, 0.0, spread) / count)
-    half = stats.t.ppf(0.5 + LEVEL / 2, n - 1) * error
+    variance = np.maximum(sum_of_squares - adjusted_count * adjusted_mean**2, 0.0) / (adjusted_count - 1)
+    standard_error = np.sqrt(np.where(variance <= 1e-12 * sum_of_squares, 0.0, variance) / adjusted_count)
+    half_width = scipy_module.t.ppf(0.5 + LEVEL / 2, task_count - 1) * standard_error
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = 2 * stats.t.sf(np.abs(centre) / error, n - 1)
+        p_value = 2 * scipy_module.t.sf(np.abs(adjusted_mean) / standard_error, task_count - 1)
     # Without spread there is no t. n differences of one sign have this p in the sign test.
-    p = np.where(error > 0, p, np.where(estimate == 0, 1.0, 0.5 ** (n - 1)))
-    low, high = centre - half, centre + half
+    p_value = np.where(standard_error > 0, p_value, np.where(estimate == 0, 1.0, 0.5 ** (task_count - 1)))
+    lower_end, upper_end = adjusted_mean - half_width, adjusted_mean + half_width
     if is_success:
-        low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
-    return Interval(estimate, low, high, p)
+        lower_end, upper_end = np.maximum(lower_end, -1.0), np.minimum(upper_end, 1.0)
+    return Interval(estimate, lower_end, upper_end, p_value)
 
 
 def over_seeds(a: Sequence[float], b: Sequence[float]) -> Interval:
@@ -65,11 +65,11 @@ def over_seeds(a: Sequence[float], b: Sequence[float]) -> Interval:
     `a` and `b` hold the mean of each trained model over the same tasks."""
     estimate = float(np.mean(b) - np.mean(a))
     if np.ptp(a) + np.ptp(b) < 1e-12:  # no spread: only an exchange of the seeds tells how likely this is
-        p = 1.0 if estimate == 0 else min(1.0, 2 / math.comb(len(a) + len(b), len(a)))
-        return Interval(estimate, estimate, estimate, p)
-    test = scipy_stats().ttest_ind(b, a, equal_var=False)
-    low, high = test.confidence_interval(LEVEL)
-    return Interval(estimate, float(low), float(high), float(test.pvalue))
+        p_value = 1.0 if estimate == 0 else min(1.0, 2 / math.comb(len(a) + len(b), len(a)))
+        return Interval(estimate, estimate, estimate, p_value)
+    welch_test = scipy_stats().ttest_ind(b, a, equal_var=False)
+    lower_end, upper_end = welch_test.confidence_interval(LEVEL)
+    return Interval(estimate, float(lower_end), float(upper_end), float(welch_test.pvalue))
 
 
 def mcnemar(a_alone: int, b_alone: int) -> float:
@@ -80,8 +80,8 @@ def mcnemar(a_alone: int, b_alone: int) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for their number by Holm's step-down method, in the order in which they came."""
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    adjusted_ps, largest_p = [1.0] * len(p_values), 0.0
+    for p_rank, p_index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest_p = max(largest_p, min(1.0, (len(p_values) - p_rank) * p_values[p_index]))
+        adjusted_ps[p_index] = largest_p
+    return adjusted_ps
