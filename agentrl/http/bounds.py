@@ -76,36 +76,40 @@ class Connections:
     def __init__(self, bounds: ServerBounds) -> None:
         # Bounded by the open files of the process: beyond them `accept` fails for everybody, the supervisor's own
         # connections included, and so does opening the store.
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = bounds.connections if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES)
-        self._most = min(bounds.connections, room)
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        connection_room = (
+            bounds.connections if soft_limit == resource.RLIM_INFINITY else max(16, soft_limit - _OTHER_FILES)
+        )
+        self._most = min(bounds.connections, connection_room)
         self._of_peer = max(1, int(self._most * _PEER_SHARE))
         self._peers: dict[str, _Peer] = {}
         self._count = 0
 
     def enter(self, address: object, close: Callable[[], None]) -> ConnectionPlace | None:
         """A place for a new connection, for which another may have been closed; None if all are at work."""
-        name = _peer(address)
-        of_peer = self._peers.get(name)
+        peer_name = _peer(address)
+        peer_entry = self._peers.get(peer_name)
         # First its own share: a peer that is full makes room among its own connections, even if the server has
         # places.
-        if of_peer is not None and of_peer.count >= self._of_peer and not self._close_oldest(of_peer):
+        if peer_entry is not None and peer_entry.count >= self._of_peer and not self._close_oldest(peer_entry):
             return None
         if self._count >= self._most:
             # The peer with the most connections gives one up, not the one with the oldest: an attacker opens many,
             # and the oldest connection is most likely the idle one of an honest client.
             # `test_the_oldest_idle_connection_of_the_fullest_peer_makes_room`.
-            fullest = max((peer for peer in self._peers.values() if peer.waiting), key=_size, default=None)
-            if fullest is None or not self._close_oldest(fullest):
+            fullest_peer = max(
+                (waiting_peer for waiting_peer in self._peers.values() if waiting_peer.waiting), key=_size, default=None
+            )
+            if fullest_peer is None or not self._close_oldest(fullest_peer):
                 return None
-        place = ConnectionPlace(name, close)
+        new_place = ConnectionPlace(peer_name, close)
         # Read again: closing the oldest may have removed the peer's entry, and a place counted in a dead entry would
         # never be given back.
-        of_peer = self._peers.setdefault(name, _Peer())
-        of_peer.count += 1
-        of_peer.waiting[place] = None
+        peer_entry = self._peers.setdefault(peer_name, _Peer())
+        peer_entry.count += 1
+        peer_entry.waiting[new_place] = None
         self._count += 1
-        return place
+        return new_place
 
     def works(self, place: ConnectionPlace) -> None:
         """Its request is whole, and is being answered."""
@@ -122,21 +126,21 @@ class Connections:
         if place.taken:
             return
         place.taken = True
-        of_peer = self._peers[place.peer]
-        of_peer.waiting.pop(place, None)
-        of_peer.count -= 1
+        peer_entry = self._peers[place.peer]
+        peer_entry.waiting.pop(place, None)
+        peer_entry.count -= 1
         self._count -= 1
-        if not of_peer.count:
+        if not peer_entry.count:
             del self._peers[place.peer]
 
     def _close_oldest(self, peer: _Peer) -> bool:
-        place = next(iter(peer.waiting), None)
-        if place is None:
+        oldest_place = next(iter(peer.waiting), None)
+        if oldest_place is None:
             return False
         # Left before it is closed: its place is free at once, and when its task ends and leaves again, `taken` says
         # that it has.
-        self.leave(place)
-        place.close()
+        self.leave(oldest_place)
+        oldest_place.close()
         return True
 
 
@@ -146,30 +150,30 @@ def _size(peer: _Peer) -> int:
 
 def _peer(address: object) -> str:
     """Who counts as one: an IPv4 address, an IPv6 network of 64 bits, all of a Unix socket."""
-    host = str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) and address else ""
-    if ":" not in host:
-        return host
+    host_address = str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) and address else ""
+    if ":" not in host_address:
+        return host_address
     # A household or a host gets a /64, so single addresses of IPv6 cost nothing: counted one by one, one machine
     # would be as many peers as it likes.
-    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+    return str(ipaddress.ip_network((host_address.partition("%")[0], 64), strict=False))
 
 
 def raise_open_files(bounds: ServerBounds) -> None:
     """Let this process have as many files open as its connections need, if the system allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_files = bounds.connections + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        open_files = min(open_files, hard)
-    if soft != resource.RLIM_INFINITY and soft < open_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
+    if hard_limit != resource.RLIM_INFINITY:
+        open_files = min(open_files, hard_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard_limit))
 
 
 def refusal(error: httptools.HttpParserError) -> RequestRefused:
     """Why the parser gave up: one of our callbacks refused, or it is no HTTP."""
     # httptools wraps an exception of a callback in its own, as its context; the refusal with its status is that
     # context.
-    why = error.__context__
-    return why if isinstance(why, RequestRefused) else RequestRefused(400, f"this is no HTTP request: {error}")
+    cause = error.__context__
+    return cause if isinstance(cause, RequestRefused) else RequestRefused(400, f"this is no HTTP request: {error}")
 
 
 class Measure:
@@ -249,7 +253,7 @@ class Reader:
 
     def feed(self, data: bytes) -> None:
         """Read on; `head` and `whole` say how far it is. Raises RequestRefused."""
-        before = self._measure.body
+        body_before = self._measure.body
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -259,7 +263,7 @@ class Reader:
         except httptools.HttpParserError as error:
             raise refusal(error) from None
         if not self.whole:
-            self._measure.fed(len(data), before)
+            self._measure.fed(len(data), body_before)
 
     def bound_body(self, count: int) -> None:
         """Allow `count` bytes of body at most. Raises RequestRefused if it has more."""

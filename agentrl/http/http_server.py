@@ -92,14 +92,14 @@ async def _connected(server: _Server, stream: trio.SocketStream) -> None:
     """Answer one request after the other until the client disconnects, or the handler breaks off. The trouble of one
     connection is its own."""
     try:
-        address = stream.socket.getpeername()
+        peer_address = stream.socket.getpeername()
     except OSError:  # it has left already
-        address = ()
+        peer_address = ()
     # The scope is what `close` of a place cancels: whoever makes room for another ends this task from outside,
     # whatever it waits for.
-    with trio.CancelScope() as scope:
-        place = server.connections.enter(address, scope.cancel)
-        if place is None:
+    with trio.CancelScope() as connection_scope:
+        connection_place = server.connections.enter(peer_address, connection_scope.cancel)
+        if connection_place is None:
             # Without an answer: to send a status takes a place of its own for as long as the client does not read it.
             await trio.aclose_forcefully(stream)
             return
@@ -107,14 +107,14 @@ async def _connected(server: _Server, stream: trio.SocketStream) -> None:
             async with stream:
                 # Clients leave in the middle of everything; that is ordinary and not worth a line in the log.
                 with suppress(Cut, httptools.HttpParserError, *_GONE):
-                    connection = _Connection(server, stream, place)
+                    connection = _Connection(server, stream, connection_place)
                     while await connection.read():
                         await connection.answer()
         # Raised further, it would end the nursery of `serve_listeners`, and with it every other connection.
         except Exception:
             _log.exception("a connection was ended")
         finally:
-            server.connections.leave(place)
+            server.connections.leave(connection_place)
 
 
 class _Connection:
@@ -129,31 +129,31 @@ class _Connection:
         """Read the next request. Returns False if the client has disconnected. Raises trio.TooSlowError, and Cut for a
         request that was refused."""
         bounds, request = self._server.bounds, Reader(self._server.bounds)
-        self._request, begun = request, False
+        self._request, has_begun = request, False
         try:
             # One scope whose deadline moves, not a time limit for each read: a client that sends a byte a minute
             # would meet such a limit for ever.
             # `tests/engine/test_http_bounds.py::test_a_connection_that_owes_a_request_is_closed_in_time`.
-            with trio.fail_after(bounds.idle_s) as scope:
+            with trio.fail_after(bounds.idle_s) as read_scope:
                 while True:
-                    data = self._ahead or await self._stream.receive_some(_READ_BYTES)
-                    if not data:
+                    received_bytes = self._ahead or await self._stream.receive_some(_READ_BYTES)
+                    if not received_bytes:
                         return False
-                    self._ahead, head = b"", request.head
-                    request.feed(data)
+                    self._ahead, had_head = b"", request.head
+                    request.feed(received_bytes)
                     # As soon as the head is there: a body of 32 MiB that will be refused for its token should not be
                     # read first.
-                    if request.head and not head:
+                    if request.head and not had_head:
                         await self._admit(request)
                     if request.whole:
                         break
                     # The deadline moves twice, at the first byte and where the head ends, and at no other byte.
-                    if not begun or request.head != head:
-                        begun, now = True, trio.current_time()
-                        scope.deadline = now + (bounds.body_s if request.head else bounds.head_s)
+                    if not has_begun or request.head != had_head:
+                        has_begun, moved_s = True, trio.current_time()
+                        read_scope.deadline = moved_s + (bounds.body_s if request.head else bounds.head_s)
         except RequestRefused as refused:
-            error = {"message": str(refused), "type": "Error", "code": refused.status}
-            await self._refuse(refused.status, Typed("application/json", json.dumps({"error": error}).encode()))
+            error_body = {"message": str(refused), "type": "Error", "code": refused.status}
+            await self._refuse(refused.status, Typed("application/json", json.dumps({"error": error_body}).encode()))
         self._server.connections.works(self._place)
         return True
 
@@ -161,9 +161,9 @@ class _Connection:
         """Check the head of a request before its body is read. Raises Cut if the server refuses it, RequestRefused if
         the body is too large."""
         if self._server.refuses is not None:
-            answer = self._server.refuses(request.method, _url(request.target)[0], request.headers)
-            if answer is not None:
-                await self._refuse(*answer)
+            early_refusal = self._server.refuses(request.method, _url(request.target)[0], request.headers)
+            if early_refusal is not None:
+                await self._refuse(*early_refusal)
         if self._server.body_bytes is not None:
             request.bound_body(self._server.body_bytes(_url(request.target)[0]))
         if not request.whole and request.headers.get("expect", "").lower() == "100-continue":
@@ -179,10 +179,10 @@ class _Connection:
         # makes the kernel send RST, on which the client discards what it has received and reports a broken pipe
         # instead of the reason. Bounded in time and bytes, or a client that never stops would hold the connection.
         await self._stream.send_eof()
-        unread = _LINGER_BYTES
+        unread_bytes = _LINGER_BYTES
         with trio.move_on_after(_LINGER_S):
-            while unread > 0 and (data := await self._stream.receive_some(_READ_BYTES)):
-                unread -= len(data)
+            while unread_bytes > 0 and (received_bytes := await self._stream.receive_some(_READ_BYTES)):
+                unread_bytes -= len(received_bytes)
         raise Cut
 
     async def answer(self) -> None:
@@ -210,36 +210,38 @@ class _Connection:
 
     async def _answer(self) -> None:
         request = self._request
-        path, query = _url(request.target)
-        answer = self._server.handler.answer(request.method, path, query, request.headers, request.content)
-        status, body = await answer
-        if isinstance(body, bytes | Typed):
+        url_path, url_query = _url(request.target)
+        pending_answer = self._server.handler.answer(
+            request.method, url_path, url_query, request.headers, request.content
+        )
+        status_code, answer_body = await pending_answer
+        if isinstance(answer_body, bytes | Typed):
             is_sent = False
             try:
-                await self._send_whole(status, body, last=not request.keeps_open)
+                await self._send_whole(status_code, answer_body, last=not request.keeps_open)
                 is_sent = True
             finally:
-                if isinstance(body, Typed) and body.on_sent is not None:
+                if isinstance(answer_body, Typed) and answer_body.on_sent is not None:
                     # In `finally`, so exactly once whatever happens: the server's owner counts on one of the two.
                     # True means that the socket took all of it; more cannot be known without an answer of the client.
-                    body.on_sent(is_sent)
+                    answer_body.on_sent(is_sent)
             return
         # The generator is closed here and now when the client leaves, not when the garbage collector comes by: it
         # holds a request at an engine.
-        async with aclosing(body):
-            await self._send(_head(status) + _STREAMED)
-            async for part in body:
-                await self._send(b"%x\r\n%s\r\n" % (len(part), part))
+        async with aclosing(answer_body):
+            await self._send(_head(status_code) + _STREAMED)
+            async for body_part in answer_body:
+                await self._send(b"%x\r\n%s\r\n" % (len(body_part), body_part))
             await self._send(b"0\r\n\r\n")
 
     async def _send_whole(self, status: int, body: bytes | Typed, *, last: bool) -> None:
-        head = _head(status)
-        data = body.data if isinstance(body, Typed) else body
+        head_bytes = _head(status)
+        body_bytes = body.data if isinstance(body, Typed) else body
         if isinstance(body, Typed):
-            head += f"content-type: {body.type}\r\n".encode()
+            head_bytes += f"content-type: {body.type}\r\n".encode()
         if last:
-            head += b"connection: close\r\n"
-        await self._send(b"%scontent-length: %d\r\n\r\n%s" % (head, len(data), data))
+            head_bytes += b"connection: close\r\n"
+        await self._send(b"%scontent-length: %d\r\n\r\n%s" % (head_bytes, len(body_bytes), body_bytes))
 
     async def _send(self, data: bytes) -> None:
         # For each piece, so a long answer may take as long as it needs as long as the client goes on reading.
@@ -249,8 +251,8 @@ class _Connection:
 
 def _url(target: bytes) -> tuple[str, str]:
     """The path and the query of a request."""
-    url = httptools.parse_url(target)
-    return (url.path or b"/").decode("latin-1"), (url.query or b"").decode("latin-1")
+    parsed_url = httptools.parse_url(target)
+    return (parsed_url.path or b"/").decode("latin-1"), (parsed_url.query or b"").decode("latin-1")
 
 
 def _head(status: int) -> bytes:

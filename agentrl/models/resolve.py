@@ -36,23 +36,23 @@ def hub_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    parts = _ID.fullmatch(name)
-    assert parts is not None
-    id, revision = parts["id"], parts["revision"]
+    name_parts = _ID.fullmatch(name)
+    assert name_parts is not None
+    model_id, revision = name_parts["id"], name_parts["revision"]
     # The cache first: a run on a machine without a network, or a hub that is down, must not fail for a question about
     # a newer revision.
-    if (cached := _in_cache(name, id, revision)) is not None:
-        return cached
+    if (cached_folder := _in_cache(name, model_id, revision)) is not None:
+        return cached_folder
     try:
-        return Path(snapshot_download(id, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=_FILES))
     except RepositoryNotFoundError:
         raise ModelError(f"the hub has no model {name!r}, or asks for a login: hf auth login") from None
     except Exception as error:  # errors of httpx, the hub, the disk: the caller need not tell them apart
         reason = str(error).partition("\n")[0].strip()
-        folder = f"models/{id.rpartition('/')[2]}"
+        folder = f"models/{model_id.rpartition('/')[2]}"
         raise ModelError(
             f"model {name!r} is not on this machine and cannot be downloaded ({type(error).__name__}: {reason}): where "
-            f"there is a network run hf download {id} --local-dir {folder}, copy the folder here, and give "
+            f"there is a network run hf download {model_id} --local-dir {folder}, copy the folder here, and give "
             f"model = {folder!r}"
         ) from error
 
@@ -64,9 +64,9 @@ def _in_cache(name: str, id: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = Path(snapshot_download(id, revision=revision, allow_patterns=_FILES, local_files_only=True))
-        weight_file.parts(cached)  # an interrupted download lacks some of them
-        return cached
+        cached_folder = Path(snapshot_download(id, revision=revision, allow_patterns=_FILES, local_files_only=True))
+        weight_file.parts(cached_folder)  # an interrupted download lacks some of them
+        return cached_folder
     except (LocalEntryNotFoundError, ModelError):
         return None
     except HFValidationError as error:
@@ -91,28 +91,31 @@ def slot_dir(config: RunConfig, name: str) -> Path:
     """The folder of a model that reads the policy's tokens: one that an algorithm compares the policy with, such as a
     teacher, or one that a role trains. Raises ModelError, also if it does not say how probable each token of the policy
     is."""
-    run_model, other = model_dir(config.model), model_dir(name)
-    files = [folder / "tokenizer.json" for folder in (run_model, other)]
-    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+    run_model, other_model = model_dir(config.model), model_dir(name)
+    tokenizer_files = [model_folder / "tokenizer.json" for model_folder in (run_model, other_model)]
+    if (
+        all(tokenizer_file.is_file() for tokenizer_file in tokenizer_files)
+        and tokenizer_files[0].read_bytes() != tokenizer_files[1].read_bytes()
+    ):
         raise ModelError(f"model {name!r} has another tokenizer.json than {config.model!r}: token for token needs one")
-    sizes = vocabulary(run_model), vocabulary(other)
+    sizes = vocabulary(run_model), vocabulary(other_model)
     # Fewer rows than the policy has tokens: the gather of a log-prob would be out of range, in the middle of a step.
     if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
         raise ModelError(
             f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
         )
-    return other
+    return other_model
 
 
 def renderer_of(config: RunConfig) -> Renderer:
     """Return the renderer that turns the run's messages into tokens, the same in every process that plays or measures.
     Raises ModelError, also for an argument that the model's chat template does not read."""
-    renderer = Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
-    if config.engine.kind != "embedded" and not renderer.no_images:
-        renderer.no_images = (
+    run_renderer = Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
+    if config.engine.kind != "embedded" and not run_renderer.no_images:
+        run_renderer.no_images = (
             f'engine.kind = {config.engine.kind!r} is sent no images so far (give "embedded", or no images)'
         )
-    return renderer
+    return run_renderer
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
@@ -123,16 +126,16 @@ def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "
         return settings.dtype
     if settings.kind == "embedded":
         return read_architecture(folder).fastest_dtype
-    config = json.loads((folder / "config.json").read_text())
-    return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+    model_config = json.loads((folder / "config.json").read_text())
+    return "float16" if "float16" in (model_config.get("dtype"), model_config.get("torch_dtype")) else "bfloat16"
 
 
 def vocabulary(folder: Path) -> int | None:
     """How many tokens the model of `folder` has; None if its config.json does not say."""
-    config: Any = json.loads((folder / "config.json").read_text())
-    texts: Any = config.get("text_config") or {}
-    size: Any = config.get("vocab_size") or texts.get("vocab_size")
-    return size if isinstance(size, int) else None
+    model_config: Any = json.loads((folder / "config.json").read_text())
+    text_config: Any = model_config.get("text_config") or {}
+    token_count: Any = model_config.get("vocab_size") or text_config.get("vocab_size")
+    return token_count if isinstance(token_count, int) else None
 
 
 def model_dir(name: str) -> Path:
@@ -140,28 +143,30 @@ def model_dir(name: str) -> Path:
     Hugging Face hub, which is downloaded if it is not in the cache. For a run's folder: its newest checkpoint.
 
     Raises ModelError if there is no such model, the folder has no config.json, or the run's checkpoint is damaged."""
-    path = Path(name)
-    if (path / "checkpoints").is_dir():  # a run: what it has trained
-        newest_one = newest_written(path / "checkpoints")
+    model_path = Path(name)
+    if (model_path / "checkpoints").is_dir():  # a run: what it has trained
+        newest_one = newest_written(model_path / "checkpoints")
         if newest_one is None:
             raise ModelError(f"run {name!r} has no checkpoint yet: train it for longer, or name a model")
         # A checkpoint that rotted on its disk would be measured, or served, without a word.
         digests.check(newest_one)
-        path = newest_one
-    elif not path.is_dir():
-        path = _named(name)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model folder {str(path)!r} has no config.json: save a model there with save_pretrained")
-    return path
+        model_path = newest_one
+    elif not model_path.is_dir():
+        model_path = _named(name)
+    if not (model_path / "config.json").is_file():
+        raise ModelError(
+            f"model folder {str(model_path)!r} has no config.json: save a model there with save_pretrained"
+        )
+    return model_path
 
 
 def local_model_dir(name: str) -> Path | None:
     """Return the folder of a model as `model_dir` does, but None for a model of the hub that is not in the cache of
     this machine: nothing is downloaded. Raises ModelError."""
-    parts = _ID.fullmatch(name)
-    if parts is None or Path(name).is_dir() or name in registry.ids("models"):
+    name_parts = _ID.fullmatch(name)
+    if name_parts is None or Path(name).is_dir() or name in registry.ids("models"):
         return model_dir(name)
-    return _in_cache(name, parts["id"], parts["revision"])
+    return _in_cache(name, name_parts["id"], name_parts["revision"])
 
 
 def _named(name: str) -> Path:
@@ -169,14 +174,14 @@ def _named(name: str) -> Path:
         raise ModelError(f"{name!r} is a server, no model: agentrl eval --endpoint {name} measures what it serves")
     if ":" in name or name in registry.ids("models"):
         return Path(registry.resolve("models", name)())
-    ids = registry.ids("models")
-    if near := registry.nearest(name, ids):
-        raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
+    model_ids = registry.ids("models")
+    if near_ids := registry.nearest(name, model_ids):
+        raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near_ids)}")
     refuse_missing_folder(name)
     if is_hub_id(name):
         return hub_folder(name)
     raise ModelError(
-        f"model {name!r} is neither a folder, nor a registered id ({', '.join(ids)}), nor one of the hub (as "
+        f"model {name!r} is neither a folder, nor a registered id ({', '.join(model_ids)}), nor one of the hub (as "
         "Qwen/Qwen3-0.6B)"
     )
 
@@ -186,8 +191,14 @@ def refuse_missing_folder(name: str) -> None:
     # `runs/demo` has the form of a hub id. Looked for there, a misspelt run would end in "the hub has no such model"
     # after a wait for the network.
     if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
-        parent = Path(name).expanduser().parent
-        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
-        near = registry.nearest(Path(name).name, names) or names[:3]
-        hint = f"{str(parent)!r} has {', '.join(near) or 'no folder'}" if parent.is_dir() else "nor is its parent"
-        raise ModelError(f"there is no folder {name!r} with a model or a run; {hint}")
+        parent_folder = Path(name).expanduser().parent
+        folder_names = (
+            sorted(entry.name for entry in parent_folder.iterdir() if entry.is_dir()) if parent_folder.is_dir() else []
+        )
+        near_names = registry.nearest(Path(name).name, folder_names) or folder_names[:3]
+        correction = (
+            f"{str(parent_folder)!r} has {', '.join(near_names) or 'no folder'}"
+            if parent_folder.is_dir()
+            else "nor is its parent"
+        )
+        raise ModelError(f"there is no folder {name!r} with a model or a run; {correction}")

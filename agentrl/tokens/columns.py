@@ -93,7 +93,7 @@ def register(column: Column) -> None:
 
 def known() -> dict[str, Column]:
     """All registered columns by name, without our own."""
-    return {name: column(name) for name in registry.ids("columns")}
+    return {column_name: column(column_name) for column_name in registry.ids("columns")}
 
 
 def column(name: str) -> Column:
@@ -101,33 +101,43 @@ def column(name: str) -> Column:
     # Answered without the registry, for speed: where top_p, top_k or min_p cut, every chunk of tokens has this column.
     if name == KEPT:
         return _KEPT
-    kind = cast(Any, registry.resolve("columns", name))
-    return kind if isinstance(kind, Column) else kind()
+    registered = cast(Any, registry.resolve("columns", name))
+    return registered if isinstance(registered, Column) else registered()
 
 
 def check(columns: Columns, n: int) -> None:
     """Raises ValueError if a column does not have its numbers for each of `n` tokens, UnknownIdError if one is not
     registered."""
-    for name, values in columns.items():
-        if len(values) != (expected := column(name).size(values, n)):
-            raise ValueError(f"column {name!r} has {len(values)} numbers for {n} tokens, should have {expected}")
+    for column_name, column_values in columns.items():
+        if len(column_values) != (expected_count := column(column_name).size(column_values, n)):
+            raise ValueError(
+                f"column {column_name!r} has {len(column_values)} numbers for {n} tokens, should have {expected_count}"
+            )
 
 
 def joined(parts: Sequence[tuple[int, Columns]]) -> Columns:
     """The columns of tokens that came in parts, each a number of tokens and their columns. A column that some of them
     lack has its default there."""
-    names = dict.fromkeys(chain.from_iterable(columns for _, columns in parts))
-    return {name: tuple(chain.from_iterable(filled(name, columns, n) for n, columns in parts)) for name in names}
+    column_names = dict.fromkeys(chain.from_iterable(part_columns for _, part_columns in parts))
+    return {
+        column_name: tuple(
+            chain.from_iterable(filled(column_name, part_columns, token_count) for token_count, part_columns in parts)
+        )
+        for column_name in column_names
+    }
 
 
 def filled(name: str, columns: Columns, n: int) -> tuple[float, ...]:
     """The values of a column for `n` tokens, or its default for each of them."""
     if name in columns:
         return columns[name]
-    of = column(name)
-    return (of.default,) * (n * of.width)
+    named_column = column(name)
+    return (named_column.default,) * (n * named_column.width)
 
 
 def first(columns: Columns, count: int) -> Columns:
     """The columns of the first `count` tokens."""
-    return {name: values[: column(name).size(values, count)] for name, values in columns.items()}
+    return {
+        column_name: column_values[: column(column_name).size(column_values, count)]
+        for column_name, column_values in columns.items()
+    }

@@ -33,20 +33,20 @@ class ImagePatches:
             # see two images.
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
-            reason = first_line(error)
-            raise ModelError(f"cannot read the image processor of {str(folder)!r}: {reason}") from error
+            error_line = first_line(error)
+            raise ModelError(f"cannot read the image processor of {str(folder)!r}: {error_line}") from error
 
     def __call__(self, image: Image) -> tuple[Tensor, Tensor]:
         """Patches [N, numbers of one] and their grid [1, 3]: time, rows, columns. Raises ValueError for bytes that
         cannot be decoded."""
         try:
-            opened = Pillow.open(io.BytesIO(image.data), formats=_DECODERS)
+            opened_image = Pillow.open(io.BytesIO(image.data), formats=_DECODERS)
             # The header that was parsed for counting tokens and the decoder may disagree about a forged file; then
             # tokens and patches would not match.
-            if opened.size != (image.width, image.height):
-                raise ValueError(f"its sizes are {opened.size} and {(image.width, image.height)}")
-            pixels = opened.convert("RGB")
+            if opened_image.size != (image.width, image.height):
+                raise ValueError(f"its sizes are {opened_image.size} and {(image.width, image.height)}")
+            rgb_image = opened_image.convert("RGB")
         except Exception as error:  # decoders raise of many kinds
             raise ValueError(f"image {image.digest[:12]} cannot be decoded: {error}") from error
-        read = self._processor(images=[pixels], return_tensors="pt")
-        return read["pixel_values"].float(), torch.as_tensor(read["image_grid_thw"])
+        processor_output = self._processor(images=[rgb_image], return_tensors="pt")
+        return processor_output["pixel_values"].float(), torch.as_tensor(processor_output["image_grid_thw"])

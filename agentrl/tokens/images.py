@@ -68,14 +68,16 @@ def read(data: bytes) -> Image:
     if len(data) > MOST_BYTES:
         raise ValueError(f"an image of {len(data)} bytes: give one of at most {MOST_BYTES}, scaled down")
     try:
-        media_type, width, height = _header(data)
+        media_type, pixel_width, pixel_height = _header(data)
     except (struct.error, IndexError):
-        media_type, width, height = "", 0, 0
-    if width < 1 or height < 1:
+        media_type, pixel_width, pixel_height = "", 0, 0
+    if pixel_width < 1 or pixel_height < 1:
         raise ValueError(f"data that begin with {data[:8]!r} are no image: give a whole PNG, JPEG or WebP file")
-    if width * height > MOST_PIXELS:
-        raise ValueError(f"an image of {width} x {height} pixels: give one of at most {MOST_PIXELS}, scaled down")
-    return Image(data, media_type, width, height)
+    if pixel_width * pixel_height > MOST_PIXELS:
+        raise ValueError(
+            f"an image of {pixel_width} x {pixel_height} pixels: give one of at most {MOST_PIXELS}, scaled down"
+        )
+    return Image(data, media_type, pixel_width, pixel_height)
 
 
 def _header(data: bytes) -> tuple[str, int, int]:
@@ -86,8 +88,8 @@ def _header(data: bytes) -> tuple[str, int, int]:
         position = 2
         while data[position] == 0xFF and data[position + 1] not in _SIZES_OF_JPEG:
             position += 2 + struct.unpack_from(">H", data, position + 2)[0]
-        height, width = struct.unpack_from(">HH", data, position + 5)
-        return "image/jpeg", width if data[position] == 0xFF else 0, height
+        pixel_height, pixel_width = struct.unpack_from(">HH", data, position + 5)
+        return "image/jpeg", pixel_width if data[position] == 0xFF else 0, pixel_height
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP" and len(data) >= 30:
         return "image/webp", *_webp(data)
     return "", 0, 0
@@ -95,46 +97,48 @@ def _header(data: bytes) -> tuple[str, int, int]:
 
 def _webp(data: bytes) -> tuple[int, int]:
     """Width and height by the first chunk of a WebP file, extended, lossless or lossy; zeros for another chunk."""
-    kind = data[12:16]
-    if kind == b"VP8X":
+    chunk_kind = data[12:16]
+    if chunk_kind == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L":
-        (bits,) = struct.unpack_from("<I", data, 21)
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    width, height = struct.unpack_from("<HH", data, 26)
-    return (width & 0x3FFF, height & 0x3FFF) if kind == b"VP8 " else (0, 0)
+    if chunk_kind == b"VP8L":
+        (size_bits,) = struct.unpack_from("<I", data, 21)
+        return 1 + (size_bits & 0x3FFF), 1 + (size_bits >> 14 & 0x3FFF)
+    pixel_width, pixel_height = struct.unpack_from("<HH", data, 26)
+    return (pixel_width & 0x3FFF, pixel_height & 0x3FFF) if chunk_kind == b"VP8 " else (0, 0)
 
 
 @lru_cache(maxsize=64)
 def from_url(url: str) -> Image:
     """The image in a `data:` URL. Raises ValueError for another URL, another type than the data have, and as `read`."""
-    head, comma, body = url.partition(",")
-    if not head.startswith("data:") or not comma:
+    url_head, separator, encoded_data = url.partition(",")
+    if not url_head.startswith("data:") or not separator:
         raise ValueError(f"url = {url[:60]!r}: give the image itself, as data:image/png;base64,…; nothing is fetched")
-    media_type, _, encoding = head.removeprefix("data:").partition(";")
+    media_type, _, encoding = url_head.removeprefix("data:").partition(";")
     if media_type not in TYPES or encoding != "base64":
-        raise ValueError(f"url = {head[:60]!r}: give one of {', '.join(TYPES)}, with ;base64")
+        raise ValueError(f"url = {url_head[:60]!r}: give one of {', '.join(TYPES)}, with ;base64")
     # Before it is decoded: base64 has four characters for three bytes.
-    if len(body) > MOST_BYTES * 4 // 3 + 4:
-        raise ValueError(f"an image of about {len(body) * 3 // 4} bytes: give one of at most {MOST_BYTES}, scaled down")
+    if len(encoded_data) > MOST_BYTES * 4 // 3 + 4:
+        raise ValueError(
+            f"an image of about {len(encoded_data) * 3 // 4} bytes: give one of at most {MOST_BYTES}, scaled down"
+        )
     try:
-        image = read(base64.b64decode(body, validate=True))
+        url_image = read(base64.b64decode(encoded_data, validate=True))
     except binascii.Error as error:
         raise ValueError(f"url = {url[:60]!r}: what follows the comma is no base64: {error}") from None
-    if image.media_type != media_type:
-        raise ValueError(f"url = {head!r}: the data are {image.media_type}: say so")
-    return image
+    if url_image.media_type != media_type:
+        raise ValueError(f"url = {url_head!r}: the data are {url_image.media_type}: say so")
+    return url_image
 
 
 def of_messages(messages: Iterable[Message]) -> list[Image]:
     """The images of messages, in their order. Raises ValueError for one that is none."""
-    return [from_url(part["url"]) for message in messages for part in message.get("images", ())]
+    return [from_url(shown_image["url"]) for message in messages for shown_image in message.get("images", ())]
 
 
 def of_steps(start: Sequence[Message], steps: Iterable[Step | None]) -> dict[int, Image]:
     """The images that an episode has shown, by their token. Raises ValueError for two that differ and have the same."""
-    shown = (start, *(messages for step in steps if step for messages in (step.observation, step.history)))
-    return joined({image.token: image} for messages in shown for image in of_messages(messages or ()))
+    shown_messages = (start, *(messages for step in steps if step for messages in (step.observation, step.history)))
+    return joined({image.token: image} for messages in shown_messages for image in of_messages(messages or ()))
 
 
 def runs(token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -142,31 +146,31 @@ def runs(token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     without a token between is one run."""
     if not token_ids or max(token_ids) < FIRST:
         return
-    for token, places in groupby(range(len(token_ids)), key=token_ids.__getitem__):
-        if token >= FIRST:
-            first, *rest = places
-            yield token, first, first + len(rest) + 1
+    for image_token, run_positions in groupby(range(len(token_ids)), key=token_ids.__getitem__):
+        if image_token >= FIRST:
+            first_position, *later_positions = run_positions
+            yield image_token, first_position, first_position + len(later_positions) + 1
 
 
 def placed(token_ids: Sequence[int], placeholder: int) -> list[int]:
     """A context with a model's own placeholder in the place of images."""
-    return [placeholder if token >= FIRST else token for token in token_ids]
+    return [placeholder if context_token >= FIRST else context_token for context_token in token_ids]
 
 
 def joined(parts: Iterable[Mapping[int, Image]]) -> dict[int, Image]:
     """All images of several, by their token. Raises ValueError for two that differ and have the same."""
-    images = dict[int, Image]()
-    for part in parts:
-        for token, image in part.items():
-            if images.setdefault(token, image).digest != image.digest:
-                raise ValueError(f"two images have the token {token}: change a pixel of one")
-    return images
+    images_by_token = dict[int, Image]()
+    for token_images in parts:
+        for image_token, image in token_images.items():
+            if images_by_token.setdefault(image_token, image).digest != image.digest:
+                raise ValueError(f"two images have the token {image_token}: change a pixel of one")
+    return images_by_token
 
 
 def shown(token_ids: Sequence[int], known: Mapping[int, Image]) -> tuple[Image, ...]:
     """The images of a context, in the order in which they begin; each once. Raises ValueError for one that is not
     `known`."""
-    tokens = dict.fromkeys(token for token, _, _ in runs(token_ids))
-    if missing := [token for token in tokens if token not in known]:
-        raise ValueError(f"no message holds the image whose token is {missing[0]}")
-    return tuple(known[token] for token in tokens)
+    image_tokens = dict.fromkeys(image_token for image_token, _, _ in runs(token_ids))
+    if missing_tokens := [image_token for image_token in image_tokens if image_token not in known]:
+        raise ValueError(f"no message holds the image whose token is {missing_tokens[0]}")
+    return tuple(known[image_token] for image_token in image_tokens)

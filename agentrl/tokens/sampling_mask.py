@@ -39,26 +39,26 @@ _BITS = 32  # of a word
 # `tests/rollout/test_kept.py` follows the sets through the journal and an interruption.
 def encode(sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """The column of tokens with these sets, none of them empty. Raises ValueError for one that is no set of ids."""
-    numbers: list[int] = []
-    for ids in sets:
-        numbers += _encoded(ids)
-    return tuple(numbers)
+    column_numbers: list[int] = []
+    for kept_ids in sets:
+        column_numbers += _encoded(kept_ids)
+    return tuple(column_numbers)
 
 
 def _encoded(ids: Sequence[int]) -> list[int]:
-    if set(map(type, ids)) != {int} or min(ids) < 0 or (highest := max(ids)) >= 1 << 31:
+    if set(map(type, ids)) != {int} or min(ids) < 0 or (highest_id := max(ids)) >= 1 << 31:
         raise ValueError("a kept set is not one of token ids")
     if len(set(ids)) != len(ids):
         raise ValueError("a kept set names a token twice")
-    size = highest // _BITS + 1
+    word_count = highest_id // _BITS + 1
     # A list has an entry for each id, a bitmap a word for each 32 ids up to the highest: the shorter one is sent.
-    if len(ids) <= size:
+    if len(ids) <= word_count:
         return [len(ids), *ids]
-    words = [0] * size
-    for id in ids:
-        words[id // _BITS] |= 1 << id % _BITS
+    bitmap_words = [0] * word_count
+    for token_id in ids:
+        bitmap_words[token_id // _BITS] |= 1 << token_id % _BITS
     # The column is int32, so a word whose highest bit is set is written as the negative number with the same bits.
-    return [-size, *(word - (word >> 31 << 32) for word in words)]
+    return [-word_count, *(bitmap_word - (bitmap_word >> 31 << 32) for bitmap_word in bitmap_words)]
 
 
 def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
@@ -66,19 +66,22 @@ def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
     numbers follow it."""
     position = 0
     while position < len(values):
-        head = int(values[position])
-        position += 1 + abs(head)
-        yield head, values[position - abs(head) : position]
+        head_number = int(values[position])
+        position += 1 + abs(head_number)
+        yield head_number, values[position - abs(head_number) : position]
 
 
 def decode(values: Sequence[float]) -> list[tuple[int, ...]]:
     """The set of each token of a column, ascending where it was a bitmap; empty for one without a reported set."""
-    return [_decoded(head, numbers) for head, numbers in parts(values)]
+    return [_decoded(head_number, set_numbers) for head_number, set_numbers in parts(values)]
 
 
 def _decoded(head: int, numbers: Sequence[float]) -> tuple[int, ...]:
     if head >= 0:
         return tuple(map(int, numbers))
     return tuple(
-        place * _BITS + bit for place, word in enumerate(map(int, numbers)) for bit in range(_BITS) if word >> bit & 1
+        word_index * _BITS + bit_index
+        for word_index, bitmap_word in enumerate(map(int, numbers))
+        for bit_index in range(_BITS)
+        if bitmap_word >> bit_index & 1
     )
