@@ -32,7 +32,11 @@ class Withheld:
 
     def without(self, variables: Mapping[str, str]) -> dict[str, str]:
         """These variables, but for what is withheld."""
-        return {name: value for name, value in variables.items() if not self._has(name)}
+        return {
+            variable_name: variable_value
+            for variable_name, variable_value in variables.items()
+            if not self._has(variable_name)
+        }
 
     def _has(self, name: str) -> bool:
         """Whether the child does not get the variable `name`. The first rule that knows the name decides."""
@@ -44,8 +48,10 @@ class Withheld:
             return self.engines
         # Our own variables are decided by their names above: what a child of ours may read must not depend on which
         # words such a name happens to have.
-        ours = name.startswith("AGENTRL_")
-        return self.others and not ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
+        is_ours = name.startswith("AGENTRL_")
+        return (
+            self.others and not is_ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
+        )
 
 
 NOTHING = Withheld()

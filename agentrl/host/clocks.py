@@ -49,11 +49,11 @@ class HostClock(trio.abc.Clock):
         self._last = self._now()
 
     def current_time(self) -> float:
-        now = self._now()
+        clock_time_s = self._now()
         # Stopped by SIGSTOP, a debugger or a laptop's lid: with the plain clock all deadlines would be over at the
         # first look afterwards, and every episode that was alive would be lost at once.
-        self._time += min(max(now - self._last, 0.0), _LONGEST_S)
-        self._last = now
+        self._time += min(max(clock_time_s - self._last, 0.0), _LONGEST_S)
+        self._last = clock_time_s
         return self._time
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
@@ -143,11 +143,11 @@ class CallDeadlines:
         # Noted at the first look after the cancellation: what the code does while it unwinds may be for another side.
         if self._scope.cancel_called and self.over is None and self._running is not Whose.HOST:
             self.over = self._running
-        passed = self._passed()
-        self._left[self._running] -= passed
+        passed_s = self._passed()
+        self._left[self._running] -= passed_s
         if self._running is not Whose.HOST:
-            self._used += passed
-        self._since += passed
+            self._used += passed_s
+        self._since += passed_s
 
     def _turn(self, before: Whose, after: Whose) -> None:
         self._settle()
@@ -168,8 +168,8 @@ class CallDeadlines:
         self._scope.deadline = self._since + self._left[whose]
 
     def _now(self) -> Whose:
-        _, policy, host = self._tasks
-        return Whose.POLICY if policy > 0 else Whose.HOST if host > 0 else Whose.OWN
+        _, policy_tasks, host_tasks = self._tasks
+        return Whose.POLICY if policy_tasks > 0 else Whose.HOST if host_tasks > 0 else Whose.OWN
 
 
 def watch(*, own_s: float = inf, policy_s: float = inf) -> CallDeadlines:
@@ -190,9 +190,9 @@ def host_time(what: str, *, deadline_s: float = HOST_DEADLINE_S) -> Generator[No
     """Time in the block is the host's, and counts for neither the policy nor the environment.
 
     Raises HostBusy, which names `what`, after `deadline_s`."""
-    with trio.move_on_after(deadline_s) as scope, _time_of(Whose.HOST):
+    with trio.move_on_after(deadline_s) as time_scope, _time_of(Whose.HOST):
         yield
-    if scope.cancelled_caught:
+    if time_scope.cancelled_caught:
         raise HostBusy(f"waited {deadline_s:g} s for {what}: this machine has too much to do")
 
 
@@ -205,8 +205,8 @@ def host_time_in_thread() -> Generator[None]:
 
 def credit_host(seconds: float) -> None:
     """Count `seconds` that a call has waited for the policy as the host's: its program got no processor then."""
-    for watching in _watches.get():
-        watching.credit(seconds)
+    for call_watch in _watches.get():
+        call_watch.credit(seconds)
 
 
 @asynccontextmanager
@@ -223,35 +223,35 @@ async def granted(slots: trio.CapacityLimiter, what: str) -> AsyncGenerator[None
 @contextmanager
 def unwatched() -> Generator[None]:
     """For tasks that outlive the call that starts them: time of tasks started in the block does not count for it."""
-    watches, whose = _watches.get(), _whose.get()
+    outer_watches, outer_side = _watches.get(), _whose.get()
     _watches.set(())
     _whose.set(Whose.OWN)
     try:
         yield
     finally:
-        _watches.set(watches)
-        _whose.set(whose)
+        _watches.set(outer_watches)
+        _whose.set(outer_side)
 
 
 def policy_seconds_left() -> float:
     """The least time in seconds left to the policy by all watches around this code; infinity without a watch."""
-    return min((watching.left(Whose.POLICY) for watching in _watches.get()), default=inf)
+    return min((call_watch.left(Whose.POLICY) for call_watch in _watches.get()), default=inf)
 
 
 @contextmanager
 def _time_of(whose: Whose) -> Generator[None]:
-    before, watches = _whose.get(), _watches.get()
+    outer_side, call_watches = _whose.get(), _watches.get()
     # The same side within itself, which is the commonest case (a tool that calls a box), changes nothing and costs
     # nothing.
-    if before is whose:
+    if outer_side is whose:
         yield
         return
-    for watching in watches:
-        watching.turn(before, whose)
+    for call_watch in call_watches:
+        call_watch.turn(outer_side, whose)
     _whose.set(whose)
     try:
         yield
     finally:
-        _whose.set(before)
-        for watching in watches:
-            watching.turn(whose, before)
+        _whose.set(outer_side)
+        for call_watch in call_watches:
+            call_watch.turn(whose, outer_side)

@@ -19,16 +19,16 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def place(otherwise: Path | None = None) -> str:
     """The folder for all processes of this user: that of the variable, or one in the temporary folder. If others could
     write to that, `otherwise`, or a new folder."""
-    if folder := os.environ.get(VARIABLE):
-        return folder
-    shared = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    if variable_folder := os.environ.get(VARIABLE):
+        return variable_folder
+    shared_folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     with suppress(FileExistsError):
-        shared.mkdir(mode=0o700)
+        shared_folder.mkdir(mode=0o700)
     # `lstat` after `mkdir`, and both are needed: the folder may have been there before, as a link or as somebody
     # else's, and then what lies in it would be run by us.
-    facts = shared.lstat()
-    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
-        return str(shared)
+    status = shared_folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        return str(shared_folder)
     return str(otherwise or tempfile.mkdtemp(prefix="agentrl-compiled-"))
 
 

@@ -14,21 +14,23 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 
 def cores(limit: Path = _CGROUP) -> int:
     """Cores for this process, at least 1. `limit` holds the quota of its control group, as "200000 100000"."""
-    bound = len(own_cores())
+    core_count = len(own_cores())
     try:
-        quota, period = limit.read_text().split()
+        quota_text, period_text = limit.read_text().split()
         # Rounded down: a thread more than the quota pays for does not compute more, it makes the kernel stop all of
         # them for the rest of each period.
-        return max(1, min(bound, int(quota) // int(period)))
+        return max(1, min(core_count, int(quota_text) // int(period_text)))
     except (OSError, ValueError):  # no control groups, or "max": no quota
-        return bound
+        return core_count
 
 
 def multiplies_bfloat16(cpu: Path = _CPU) -> bool:
     """Whether the cores have instructions for products of bfloat16 numbers, so that these are faster than those of
     float32. `cpu` is the file that lists their flags, see proc(5); without it the answer is False."""
     try:
-        flags = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "")
+        flags_line = next(
+            (info_line for info_line in cpu.read_text().splitlines() if info_line.startswith("flags")), ""
+        )
     except OSError:
         return False
-    return not _BFLOAT16.isdisjoint(flags.split())
+    return not _BFLOAT16.isdisjoint(flags_line.split())

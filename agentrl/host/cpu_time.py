@@ -56,22 +56,27 @@ class CpuTime:
 
     def look(self) -> float:
         """Read the counters. Returns the seconds of starvation since the last look."""
-        now, pids, waits = time.monotonic(), list(self._tree()), dict[str, float]()
-        cpu_s = self._cpu_seconds(pids)
-        for pid in pids:
+        looked_s, process_ids, waits_by_thread = time.monotonic(), list(self._tree()), dict[str, float]()
+        cpu_s = self._cpu_seconds(process_ids)
+        for process_id in process_ids:
             try:
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    stat = _stat(thread / "stat")
-                    if int(stat[_NICE]) <= self._priority and stat[_POLICY] == "0":
-                        waits[f"{pid}/{thread.name}"] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+                for thread_path in Path(f"/proc/{process_id}/task").iterdir():
+                    thread_stat = _stat(thread_path / "stat")
+                    if int(thread_stat[_NICE]) <= self._priority and thread_stat[_POLICY] == "0":
+                        waits_by_thread[f"{process_id}/{thread_path.name}"] = (
+                            int((thread_path / "schedstat").read_text().split()[1]) / 1e9
+                        )
             except (OSError, ValueError, IndexError):  # it has ended, or this kernel does not say
                 continue
-        wall_s, self._looked_s = now - self._looked_s, now
+        wall_s, self._looked_s = looked_s - self._looked_s, looked_s
         used_s = max(0.0, cpu_s - self.cpu_s)
-        longest_s = max((wait - self._waits.get(name, 0.0) for name, wait in waits.items()), default=0.0)
+        longest_s = max(
+            (waited_s - self._waits.get(thread_key, 0.0) for thread_key, waited_s in waits_by_thread.items()),
+            default=0.0,
+        )
         starved_s = max(0.0, min(longest_s, wall_s - used_s / self._cpus))
         # Never backwards: a process that ended without being waited for takes its seconds with it.
-        self._waits, self.cpu_s = waits, max(self.cpu_s, cpu_s)
+        self._waits, self.cpu_s = waits_by_thread, max(self.cpu_s, cpu_s)
         self.starved_s += starved_s
         return starved_s
 
@@ -81,17 +86,17 @@ class CpuTime:
         return self.starved_s >= HOST_DEADLINE_S
 
     def _cpu_seconds(self, pids: Sequence[str]) -> float:
-        return sum(cpu_seconds(int(pid)) or 0.0 for pid in pids) - self._before_s
+        return sum(cpu_seconds(int(process_id)) or 0.0 for process_id in pids) - self._before_s
 
     def _tree(self) -> Iterator[str]:
-        pending, seen = [str(self._root)], 0
-        while pending and seen < _MOST_PROCESSES:
-            pid = pending.pop()
-            seen += 1
-            yield pid
+        pending_ids, process_count = [str(self._root)], 0
+        while pending_ids and process_count < _MOST_PROCESSES:
+            process_id = pending_ids.pop()
+            process_count += 1
+            yield process_id
             try:
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    pending += (thread / "children").read_text().split()
+                for thread_path in Path(f"/proc/{process_id}/task").iterdir():
+                    pending_ids += (thread_path / "children").read_text().split()
             except OSError:  # it has ended
                 continue
 
@@ -127,10 +132,10 @@ class GroupCpuTime(CpuTime):
         """CPU seconds of the group since it was made, 0 where they cannot be read."""
         with suppress(OSError, ValueError, KeyError):
             if self._usage is not None:
-                text = self._usage.read_text()
-                if " " not in text:  # `cpuacct.usage` of version 1: one number, in nanoseconds
-                    return int(text) / 1e9
-                return int(dict(line.split() for line in text.splitlines())["usage_usec"]) / 1e6
+                usage_text = self._usage.read_text()
+                if " " not in usage_text:  # `cpuacct.usage` of version 1: one number, in nanoseconds
+                    return int(usage_text) / 1e9
+                return int(dict(usage_line.split() for usage_line in usage_text.splitlines())["usage_usec"]) / 1e6
         return 0.0
 
 
@@ -138,7 +143,7 @@ def cpu_seconds(pid: int) -> float | None:
     """CPU seconds of a process and of its descendants that have ended. A process that has ended still has them until
     its parent reaps it. None if it is gone."""
     try:
-        return sum(int(ticks) for ticks in _stat(Path(f"/proc/{pid}/stat"))[11:15]) / _TICKS
+        return sum(int(tick_count) for tick_count in _stat(Path(f"/proc/{pid}/stat"))[11:15]) / _TICKS
     except (OSError, ValueError):
         return None
 

@@ -31,35 +31,35 @@ def is_full(error: BaseException) -> bool:
         return isinstance(error, DiskFull)
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-    state: object = getattr(error, "sqlstate", "")  # of psycopg: None if the server is not heard any more
-    if state != "":
-        return state == _POSTGRES
+    sql_state: object = getattr(error, "sqlstate", "")  # of psycopg: None if the server is not heard any more
+    if sql_state != "":
+        return sql_state == _POSTGRES
     return getattr(error, "errno", None) in _NO_SPACE or "No space left on device" in str(error)
 
 
 def no_space_on(folder: Path) -> str:
     """Return a message if the disk of `folder` has no space left; empty if it has some, or if that cannot be read."""
     try:
-        free = shutil.disk_usage(folder).free
+        free_bytes = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f"no space left on the disk of {folder} ({free >> 10} KiB): free some" if free < _LEAST else ""
+    return f"no space left on the disk of {folder} ({free_bytes >> 10} KiB): free some" if free_bytes < _LEAST else ""
 
 
 async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float = 2.0) -> None:
     """Say once when the disk of a run's folder is full, and once when it is not any more, until cancelled."""
     import trio
 
-    was = ""
+    earlier_problem = ""
     while True:
         # In a thread that may be abandoned: the disk may be a network's, and asking a server that is gone can take
         # minutes.
-        now = await trio.to_thread.run_sync(no_space_on, folder, abandon_on_cancel=True)
-        if now and not was:
-            say(f"{now}; what was journaled is kept, and the run waits for it")
-        if was and not now:
+        disk_problem = await trio.to_thread.run_sync(no_space_on, folder, abandon_on_cancel=True)
+        if disk_problem and not earlier_problem:
+            say(f"{disk_problem}; what was journaled is kept, and the run waits for it")
+        if earlier_problem and not disk_problem:
             say(f"the disk of {folder} has space again")
-        was = now
+        earlier_problem = disk_problem
         await trio.sleep(every_s)
 
 
@@ -75,15 +75,15 @@ async def wait_for_space(
     is 0."""
     import trio
 
-    until: float | None = None  # the clock is read only when there is no space
+    deadline_at_s: float | None = None  # the clock is read only when there is no space
     while True:
         try:
             return await call()
         except DiskFull as error:
-            now, first = trio.current_time(), until is None
-            until = now + deadline_s if until is None else until
-            if now >= until:
+            failed_s, is_first = trio.current_time(), deadline_at_s is None
+            deadline_at_s = failed_s + deadline_s if deadline_at_s is None else deadline_at_s
+            if failed_s >= deadline_at_s:
                 raise
-            if first:
+            if is_first:
                 tell(error)
         await trio.sleep(every_s)

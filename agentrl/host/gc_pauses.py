@@ -33,11 +33,11 @@ def spare_old_objects() -> None:
 
 async def collect_after_growth() -> None:
     """Look through all objects whenever the process has grown by `GROWTH_BYTES` since the last time."""
-    last = peak_memory_bytes()
+    last_peak_bytes = peak_memory_bytes()
     while True:
         await trio.sleep(_LOOK_S)
         # The peak and not what is in use now: it only grows, so a process that frees and takes again the same memory is
         # not looked through each time.
-        if peak_memory_bytes() - last >= GROWTH_BYTES:
+        if peak_memory_bytes() - last_peak_bytes >= GROWTH_BYTES:
             gc.collect()
-            last = peak_memory_bytes()
+            last_peak_bytes = peak_memory_bytes()

@@ -29,16 +29,16 @@ def _source() -> str:
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"{_PACKAGE.parent}"
     try:
-        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        origin_text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        text = None
-    origin: dict[str, Any] = json.loads(text) if text else {}
-    url = str(origin.get("url", ""))
-    return url.removeprefix("file://") if url.startswith("file://") else "PATH/TO/agentrl_kit.whl"
+        origin_text = None
+    origin_fields: dict[str, Any] = json.loads(origin_text) if origin_text else {}
+    origin_url = str(origin_fields.get("url", ""))
+    return origin_url.removeprefix("file://") if origin_url.startswith("file://") else "PATH/TO/agentrl_kit.whl"
 
 
 def other_project(package: Path = _PACKAGE) -> str:
     """Return a file of the other project named agentrl that lies among ours; "" if there is none. Its package is called
     AgentRL, which is the same folder on a file system that does not tell upper from lower case (a Mac's)."""
-    inside = package / "agents" / "deep_q_network.py"
-    return str(inside) if inside.is_file() else ""
+    foreign_file = package / "agents" / "deep_q_network.py"
+    return str(foreign_file) if foreign_file.is_file() else ""

@@ -73,8 +73,8 @@ def control_group(label: str) -> str:
 
 def is_dead(label: str) -> bool:
     """Whether the process of a label is surely gone. False for labels of other pid namespaces."""
-    process = _of(label)
-    return process is not None and process_start(process[0]) != process[1]
+    labelled_process = _of(label)
+    return labelled_process is not None and process_start(labelled_process[0]) != labelled_process[1]
 
 
 def runs_here(label: str) -> int | None:
@@ -85,8 +85,8 @@ def runs_here(label: str) -> int | None:
 
 def _of(label: str) -> tuple[int, str] | None:
     """The process id and start time of a label, if it is of this pid namespace."""
-    pid, started, namespace, *_ = [*label.split("."), "", "", ""]
-    return (int(pid), started) if pid.isdecimal() and namespace == _pid_namespace() else None
+    process_id, start_ticks, namespace, *_ = [*label.split("."), "", "", ""]
+    return (int(process_id), start_ticks) if process_id.isdecimal() and namespace == _pid_namespace() else None
 
 
 # Why a second process cleans up, and how it learns that it is time.
@@ -162,16 +162,16 @@ class OwnedFolder:
 
     def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0, remover: Sequence[str] = ()) -> None:
         """`patience_s` and `remover` are as in `Janitor`. Raises SandboxError if the host has no place for it."""
-        base = memory_folder() if prefer_memory else Path(tempfile.gettempdir())
-        home = base / f"{_PREFIX}-{os.getuid()}"
+        parent_folder = memory_folder() if prefer_memory else Path(tempfile.gettempdir())
+        owners_folder = parent_folder / f"{_PREFIX}-{os.getuid()}"
         try:
-            home.mkdir(mode=0o711, exist_ok=True)
-            if home.stat().st_uid != os.getuid() or home.is_symlink():
-                raise SandboxError(f"{str(home)!r} belongs to someone else; remove it")
+            owners_folder.mkdir(mode=0o711, exist_ok=True)
+            if owners_folder.stat().st_uid != os.getuid() or owners_folder.is_symlink():
+                raise SandboxError(f"{str(owners_folder)!r} belongs to someone else; remove it")
             # Others may pass but not list: the user ids of boxes have to reach their own folders below.
-            home.chmod(0o711)
-            reap(home)
-            self.path = home / label()
+            owners_folder.chmod(0o711)
+            reap(owners_folder)
+            self.path = owners_folder / label()
             # Before the folder is made: a death between the two leaves a janitor with nothing to remove, and not a
             # folder without a janitor.
             self._janitor = Janitor(self.path, patience_s=patience_s, remover=remover)
@@ -184,16 +184,16 @@ class OwnedFolder:
                 self._janitor.close()
                 raise
         except OSError as error:
-            raise SandboxError(f"cannot make a folder for boxes in {str(base)!r}: {error.strerror}") from error
+            raise SandboxError(f"cannot make a folder for boxes in {str(parent_folder)!r}: {error.strerror}") from error
 
     def mount_tmpfs(self, target: Path, options: str) -> bool:
         """Mount a tmpfs over an empty folder inside; False if that is not allowed."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mount(b"agentrl-box", bytes(target), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
-            code = ctypes.get_errno()
-            if code in (errno.EPERM, errno.EACCES, errno.ENODEV):
+        c_library = ctypes.CDLL(None, use_errno=True)
+        if c_library.mount(b"agentrl-box", bytes(target), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
+            error_code = ctypes.get_errno()
+            if error_code in (errno.EPERM, errno.EACCES, errno.ENODEV):
                 return False
-            raise SandboxError(f"cannot mount a work folder: {os.strerror(code)}")
+            raise SandboxError(f"cannot mount a work folder: {os.strerror(error_code)}")
         with self._lock:
             self._mounts.add(target)
         return True
@@ -201,9 +201,9 @@ class OwnedFolder:
     def remove(self, target: Path) -> None:
         """Remove one folder inside, mounted or not."""
         with self._lock:
-            mounted = target in self._mounts
+            is_mounted = target in self._mounts
             self._mounts.discard(target)
-        if mounted:
+        if is_mounted:
             _unmount(target)
         remove_tree(target)
 
@@ -228,8 +228,8 @@ async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder
 
 def make_readable(*roots: Path) -> None:
     """Give the owner of the trees its access rights back."""
-    command = ["chmod", "-R", "u+rwX", "--", *map(str, roots)]
-    subprocess.run(command, check=False, capture_output=True, timeout=60)
+    chmod_command = ["chmod", "-R", "u+rwX", "--", *map(str, roots)]
+    subprocess.run(chmod_command, check=False, capture_output=True, timeout=60)
 
 
 def remove_tree(path: Path) -> None:
@@ -250,23 +250,29 @@ def remove_tree(path: Path) -> None:
 
 def reap(home: Path) -> list[str]:
     """End and remove the remains of dead owners under `home` and among the control groups. Returns their labels."""
-    groups = (path for place in (_CGROUPS, *_CGROUPS.glob("*/")) for path in place.glob(f"{_PREFIX}.*"))
-    labels = {path.name for path in home.iterdir()}
+    control_groups = (
+        owner_path
+        for groups_folder in (_CGROUPS, *_CGROUPS.glob("*/"))
+        for owner_path in groups_folder.glob(f"{_PREFIX}.*")
+    )
+    owner_labels = {owner_path.name for owner_path in home.iterdir()}
     # Groups too, and not folders alone: a janitor that was killed between the two has removed the folder already.
-    labels |= {path.name.removeprefix(f"{_PREFIX}.") for path in groups if os.access(path, os.W_OK)}
-    dead = sorted(filter(is_dead, labels))
+    owner_labels |= {
+        owner_path.name.removeprefix(f"{_PREFIX}.") for owner_path in control_groups if os.access(owner_path, os.W_OK)
+    }
+    dead_labels = sorted(filter(is_dead, owner_labels))
     # All are started first, then closed one by one: each has its rounds to go, and they go side by side.
-    for janitor in [Janitor(home / name) for name in dead]:
+    for janitor in [Janitor(home / dead_label) for dead_label in dead_labels]:
         janitor.close()
-    return dead
+    return dead_labels
 
 
 def _unmount(target: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "umount2"):
+    c_library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(c_library, "umount2"):
         # Detached and not plainly unmounted: a process of the box that is still ending holds the mount busy, and the
         # kernel frees it with the last of them.
-        libc.umount2(bytes(target), _MNT_DETACH)
+        c_library.umount2(bytes(target), _MNT_DETACH)
 
 
 def _pid_namespace() -> str:
@@ -286,9 +292,9 @@ def watch_lifeline(on_end: Callable[[], None]) -> None:
         while os.read(0, 4096):
             pass
         # Whatever `on_end` waits for may hang, and nobody is left who could kill this process (law 4).
-        timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
-        timer.daemon = True
-        timer.start()
+        grace_timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
+        grace_timer.daemon = True
+        grace_timer.start()
         on_end()
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -79,22 +79,24 @@ class about:
 
 def line_of(process: str, level: str, message: str, ids: Mapping[str, Any] | None = None) -> bytes:
     """One object as a line. Control characters and what is no Unicode are escaped."""
-    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return json.dumps({"time": time, "level": level, "process": process, "message": message, **(ids or {})}).encode()
+    utc_time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps(
+        {"time": utc_time, "level": level, "process": process, "message": message, **(ids or {})}
+    ).encode()
 
 
 def read(line: str) -> dict[str, Any] | None:
     """A log's line, if it is an object of ours; None for text."""
     with suppress(ValueError, RecursionError):
-        entry: Any = json.loads(line)
-        if isinstance(entry, dict) and "message" in entry:
-            return cast("dict[str, Any]", entry)
+        log_entry: Any = json.loads(line)
+        if isinstance(log_entry, dict) and "message" in log_entry:
+            return cast("dict[str, Any]", log_entry)
     return None
 
 
 def message(line: str) -> str:
     """The message of a log's line, whether it is JSON or text."""
-    return line if (entry := read(line)) is None else str(entry["message"])
+    return line if (log_entry := read(line)) is None else str(log_entry["message"])
 
 
 def wrapped(argv: Sequence[str], process: str) -> list[str]:
@@ -112,10 +114,10 @@ def divert(process: str) -> None:
 
 def adopt() -> None:
     """Log as JSON, with ids, in a program that `wrapped` runs. Elsewhere do nothing."""
-    target = os.environ.pop(_TO, None)
-    if target is not None:
-        fd, _, process = target.partition(":")
-        _log_to(int(fd), process)
+    log_target = os.environ.pop(_TO, None)
+    if log_target is not None:
+        descriptor, _, process_name = log_target.partition(":")
+        _log_to(int(descriptor), process_name)
 
 
 def tell(line: str, level: int = logging.INFO) -> None:
@@ -138,15 +140,15 @@ class JsonHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            ids = {"logger": record.name, **_subject.get().ids}
+            subject_ids = {"logger": record.name, **_subject.get().ids}
             if record.exc_info:
-                ids["traceback"] = logging.Formatter().formatException(record.exc_info)
-            line = line_of(self._process, record.levelname.lower(), record.getMessage(), ids)
+                subject_ids["traceback"] = logging.Formatter().formatException(record.exc_info)
+            log_line = line_of(self._process, record.levelname.lower(), record.getMessage(), subject_ids)
         except Exception:  # a record that cannot be written, of whatever code
             self.handleError(record)
             return
         with suppress(OSError):
-            _write(self._fd, line + b"\n")
+            _write(self._fd, log_line + b"\n")
 
 
 class _Prints(io.TextIOWrapper):
@@ -156,11 +158,11 @@ class _Prints(io.TextIOWrapper):
         subject = _subject.get()
         if subject is _NOTHING:
             return super().write(text)
-        *lines, subject.begun = (subject.begun + text).split("\n")
+        *whole_lines, subject.begun = (subject.begun + text).split("\n")
         if len(subject.begun) > _MOST:
-            lines, subject.begun = [*lines, subject.begun], ""
-        for line in lines:
-            _print(line, subject)
+            whole_lines, subject.begun = [*whole_lines, subject.begun], ""
+        for whole_line in whole_lines:
+            _print(whole_line, subject)
         return len(text)
 
 
@@ -177,84 +179,91 @@ def _log_to(fd: int, process: str) -> None:
     logging.getLogger().addHandler(JsonHandler(fd, process))
     logging.getLogger("agentrl").setLevel(logging.INFO)
     sys.stdout, sys.stderr = (
-        _Prints(os.fdopen(number, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
-        for number in (1, 2)
+        _Prints(os.fdopen(stream_number, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        for stream_number in (1, 2)
     )
 
 
 def _diverted(process: str) -> int:
     """Give standard output and error of this process to a new one, which makes objects of their lines. Returns the pipe
     for lines that are objects already."""
-    streams = [1] if os.path.sameopenfile(1, 2) else [1, 2]
-    pipes, (objects, objects_in) = {number: os.pipe() for number in streams}, os.pipe()
-    if (child := os.fork()) == 0:
+    stream_numbers = [1] if os.path.sameopenfile(1, 2) else [1, 2]
+    stream_pipes, (objects_out, objects_in) = {stream_number: os.pipe() for stream_number in stream_numbers}, os.pipe()
+    if (child_pid := os.fork()) == 0:
         if os.fork():  # nobody of ours has to wait for it
             os._exit(0)
-        status = 1
+        exit_status = 1
         try:
             os.setsid()  # Ctrl-C and the end of a group are not for it: it ends when no writer is left
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-                signal.signal(number, signal.SIG_IGN)
-            readers = {source: number for number, (source, _) in pipes.items()} | {objects: 2}
-            for number in {int(entry.name) for entry in Path("/dev/fd").iterdir()} - {1, 2, *readers}:
+            for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+                signal.signal(signal_number, signal.SIG_IGN)
+            stream_by_source = {read_end: stream_number for stream_number, (read_end, _) in stream_pipes.items()}
+            stream_by_source[objects_out] = 2
+            for descriptor in {int(link.name) for link in Path("/dev/fd").iterdir()} - {1, 2, *stream_by_source}:
                 with suppress(OSError):  # that of the listing itself
-                    os.close(number)
-            _relay(readers, objects, process)
-            status = 0
+                    os.close(descriptor)
+            _relay(stream_by_source, objects_out, process)
+            exit_status = 0
         finally:
-            os._exit(status)
-    os.waitpid(child, 0)
-    for source in (objects, *(source for source, _ in pipes.values())):
-        os.close(source)
-    os.dup2(pipes[1][1], 1)
-    os.dup2(pipes.get(2, pipes[1])[1], 2)
-    for _, target in pipes.values():
-        os.close(target)
+            os._exit(exit_status)
+    os.waitpid(child_pid, 0)
+    for read_end in (objects_out, *(read_end for read_end, _ in stream_pipes.values())):
+        os.close(read_end)
+    os.dup2(stream_pipes[1][1], 1)
+    os.dup2(stream_pipes.get(2, stream_pipes[1])[1], 2)
+    for _, write_end in stream_pipes.values():
+        os.close(write_end)
     return objects_in
 
 
 def _relay(sources: Mapping[int, int], objects: int, process: str) -> None:
     """Write what comes from each source to its stream, until no writer is left. `objects` has lines that are JSON."""
-    rest = dict.fromkeys(sources, b"")
-    while rest:
-        for source in select.select(list(rest), [], [])[0]:
-            data = os.read(source, 1 << 16)
-            *lines, last = re.split(rb"\n" if source == objects else rb"[\r\n]+", rest[source] + data)
+    unended_lines = dict.fromkeys(sources, b"")
+    while unended_lines:
+        for ready_source in select.select(list(unended_lines), [], [])[0]:
+            read_bytes = os.read(ready_source, 1 << 16)
+            *whole_lines, unended_line = re.split(
+                rb"\n" if ready_source == objects else rb"[\r\n]+", unended_lines[ready_source] + read_bytes
+            )
             # Objects are never cut, since half of one is no JSON, and our own code makes none without an end.
-            if not data or (len(last) > _MOST and source != objects):
-                lines, last = [*lines, last], b""
-            rest[source] = last
-            if not data:
-                del rest[source]
-            made = lines if source == objects else [_of_text(process, line) for line in lines if line.strip()]
+            if not read_bytes or (len(unended_line) > _MOST and ready_source != objects):
+                whole_lines, unended_line = [*whole_lines, unended_line], b""
+            unended_lines[ready_source] = unended_line
+            if not read_bytes:
+                del unended_lines[ready_source]
+            output_lines = (
+                whole_lines
+                if ready_source == objects
+                else [_of_text(process, log_line) for log_line in whole_lines if log_line.strip()]
+            )
             with suppress(OSError):  # the reader is gone, or the disk is full: the process goes on
-                _write(sources[source], b"".join(line + b"\n" for line in made if line))
+                _write(sources[ready_source], b"".join(log_line + b"\n" for log_line in output_lines if log_line))
 
 
 def _of_text(process: str, line: bytes) -> bytes:
-    text = line.decode(errors="backslashreplace")
-    return line_of(process, _level_of(text), text)
+    line_text = line.decode(errors="backslashreplace")
+    return line_of(process, _level_of(line_text), line_text)
 
 
 def _level_of(text: str) -> str:
-    level = "info" if (match := _LEVEL.match(text)) is None else match[1].lower()
-    return "warning" if level == "alarm" else level
+    level_name = "info" if (level_match := _LEVEL.match(text)) is None else level_match[1].lower()
+    return "warning" if level_name == "alarm" else level_name
 
 
 def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
 
 
 def _main() -> None:
-    process, *argv = sys.argv[1:]
-    fd = _diverted(process)
-    os.set_inheritable(fd, True)
-    os.environ[_TO] = f"{fd}:{process}"
+    process_name, *command_words = sys.argv[1:]
+    descriptor = _diverted(process_name)
+    os.set_inheritable(descriptor, True)
+    os.environ[_TO] = f"{descriptor}:{process_name}"
     # The command takes the place of this process, instead of being its child: so signals, the exit status and the
     # process id are the command's own, and nobody between has to pass them on.
-    os.execvp(argv[0], argv)
+    os.execvp(command_words[0], command_words)
 
 
 if __name__ == "__main__":

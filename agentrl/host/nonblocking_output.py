@@ -68,23 +68,23 @@ class Unread(io.TextIOBase):
 
     def _print(self) -> None:
         with suppress(OSError):  # the reader is gone: what follows is held, then left out
-            while (text := self._next()) is not None:
-                rest = memoryview(text.encode(self.encoding, "replace"))
-                while rest:
+            while (next_text := self._next()) is not None:
+                unwritten = memoryview(next_text.encode(self.encoding, "replace"))
+                while unwritten:
                     try:
-                        rest = rest[os.write(self._fd, rest) :]
+                        unwritten = unwritten[os.write(self._fd, unwritten) :]
                     except BlockingIOError:  # another program made the terminal so
-                        ready = select.poll()  # select() knows no descriptor above 1,023
-                        ready.register(self._fd, select.POLLOUT)
-                        ready.poll()
+                        write_poller = select.poll()  # select() knows no descriptor above 1,023
+                        write_poller.register(self._fd, select.POLLOUT)
+                        write_poller.poll()
 
     def _next(self) -> str | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._missed or self._ended)
             if self._waiting:
-                text = self._waiting.popleft()
-                self._held -= len(text)
-                return text
+                next_text = self._waiting.popleft()
+                self._held -= len(next_text)
+                return next_text
             missed, self._missed = self._missed, 0
             return f"\nagentrl: {missed} characters were not read in time and are left out\n" if missed else None
 
@@ -93,16 +93,21 @@ class Unread(io.TextIOBase):
 def waiting_for_no_reader() -> Generator[None]:
     """Inside, what is printed on standard output and standard error waits for no reader. Streams that are no files,
     as a test's, stay as they are."""
-    with _unread(sys.stdout) as out, _unread(sys.stderr) as errors, redirect_stdout(out), redirect_stderr(errors):
+    with (
+        _unread(sys.stdout) as unread_output,
+        _unread(sys.stderr) as unread_errors,
+        redirect_stdout(unread_output),
+        redirect_stderr(unread_errors),
+    ):
         yield
 
 
 @contextmanager
 def _unread(stream: TextIO) -> Generator[TextIO]:
     try:
-        printing = Unread(stream)
+        unread_stream = Unread(stream)
     except io.UnsupportedOperation:
         yield stream
         return
-    with printing:
-        yield printing  # pyright: ignore[reportReturnType]  # a text stream in all but its declared base
+    with unread_stream:
+        yield unread_stream  # pyright: ignore[reportReturnType]  # a text stream in all but its declared base

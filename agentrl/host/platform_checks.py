@@ -36,12 +36,12 @@ def has_user_namespaces() -> bool:
     """Whether bubblewrap can make its boxes here; False without it."""
     # Tried and not looked up: whether namespaces are allowed depends on the kernel, a security module and the container
     # around us, and each has a switch of its own.
-    program = shutil.which("bwrap") if is_linux() else None
-    if program is None:
+    bubblewrap = shutil.which("bwrap") if is_linux() else None
+    if bubblewrap is None:
         return False
-    command = [program, "--unshare-all", "--ro-bind", "/", "/", "true"]
+    trial_command = [bubblewrap, "--unshare-all", "--ro-bind", "/", "/", "true"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False).returncode == 0
+        return subprocess.run(trial_command, capture_output=True, timeout=_TRIAL_S, check=False).returncode == 0
     return False
 
 
@@ -60,30 +60,35 @@ def own_cores() -> frozenset[int]:
 
 def free_memory_bytes() -> float:
     """Host memory that is free, of this machine and of this process's container; infinity where nobody says."""
-    free = math.inf
+    free_bytes = math.inf
     with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        info_lines = Path("/proc/meminfo").read_text().splitlines()
         # MemAvailable and not MemFree: pages that cache files are given up for an allocation.
-        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), math.inf)
+        free_bytes = next(
+            (int(info_line.split()[1]) << 10 for info_line in info_lines if info_line.startswith("MemAvailable:")),
+            math.inf,
+        )
     with suppress(OSError, ValueError):  # no limit, or none that can be read
         # /proc/meminfo is that of the machine, also inside a container whose limit is a tenth of it; there the kernel
         # would kill the process.
-        most, now = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, most - now)
-    return free
+        limit_bytes, used_bytes = (
+            int((_CGROUP / f"memory.{limit_name}").read_text()) for limit_name in ("max", "current")
+        )
+        free_bytes = min(free_bytes, limit_bytes - used_bytes)
+    return free_bytes
 
 
 def peak_memory_bytes() -> int:
     """The most memory that this process has had so far."""
-    unit = 1024 if is_linux() else 1  # of getrusage: kilobytes in Linux, bytes in macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    unit_bytes = 1024 if is_linux() else 1  # of getrusage: kilobytes in Linux, bytes in macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def memory_folder() -> Path:
     """A folder for files that live as long as the processes that share them: in shared memory, else the temporary
     folder."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    shared_memory = Path("/dev/shm")
+    return shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def open_files_folder() -> Path:
@@ -110,8 +115,8 @@ def process_stat(pid: int | str) -> list[str]:
 
 def process_start(pid: int) -> str:
     """The start of a process in ticks since the machine's; "unknown" without /proc, "" for one that is gone."""
-    if stat := process_stat(pid):
-        return stat[19]
+    if stat_fields := process_stat(pid):
+        return stat_fields[19]
     return "" if has_proc() or not _exists(pid) else "unknown"
 
 

@@ -17,13 +17,13 @@ def free_port(host: str = "127.0.0.1", *, first: int | None = None) -> int:
     for attempt in range(_TRIES):
         # By chance and not in order: two runs that start together would otherwise both find the same port free, since
         # neither listens on it yet.
-        port = first if first is not None and attempt == 0 else secrets.choice(_PORTS)
-        with socket.socket() as probe:
+        tried_port = first if first is not None and attempt == 0 else secrets.choice(_PORTS)
+        with socket.socket() as probe_socket:
             try:
-                probe.bind((host, port))
+                probe_socket.bind((host, tried_port))
             except OSError:
                 continue
-            return port
-    with socket.socket() as probe:  # raises the error if `host` is wrong
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+            return tried_port
+    with socket.socket() as probe_socket:  # raises the error if `host` is wrong
+        probe_socket.bind((host, 0))
+        return probe_socket.getsockname()[1]

@@ -24,16 +24,16 @@ def quick_imports() -> Generator[None]:
 
     Modules stay for good, yet the collector looks through all of them time and again while they load: a fifth of the
     time. Modules that loaded here are frozen, so that it leaves them alone."""
-    collects = gc.isenabled()
+    was_collecting = gc.isenabled()
     gc.disable()
-    modules = cast("dict[str, object]", sys.modules)
-    hidden = [name for name in _UNASKED if name not in modules]
-    modules.update(dict.fromkeys(hidden))  # None: this is how Python says that there is no such module
+    loaded_modules = cast("dict[str, object]", sys.modules)
+    hidden_names = [hidden_name for hidden_name in _UNASKED if hidden_name not in loaded_modules]
+    loaded_modules.update(dict.fromkeys(hidden_names))  # None: this is how Python says that there is no such module
     try:
         yield
     finally:
-        for name in hidden:
-            del modules[name]
+        for hidden_name in hidden_names:
+            del loaded_modules[hidden_name]
         gc.freeze()
-        if collects:
+        if was_collecting:
             gc.enable()

@@ -45,17 +45,17 @@ class SpareCores:
 
     def threads(self) -> int:
         """Return how many threads the next piece of work may take, from 1 to the cores of this process."""
-        now = self._clock()
-        if self._most == 1 or now - self._since[0] < _WINDOW_S:
+        looked_s = self._clock()
+        if self._most == 1 or looked_s - self._since[0] < _WINDOW_S:
             return self._threads
-        began, used_before, idle_before = self._since
-        _, used, idle = self._since = self._look()
-        if idle is not None and idle_before is not None:
-            free = (used - used_before + idle - idle_before) / (now - began)
+        began_s, used_before, idle_before = self._since
+        _, used_now_s, idle_now_s = self._since = self._look()
+        if idle_now_s is not None and idle_before is not None:
+            free_cores = (used_now_s - used_before + idle_now_s - idle_before) / (looked_s - began_s)
             # What this process used counts as free for it: by idle time alone, an engine that has taken three cores
             # would see none left, give them back at the next look, and take them again. A rest of at least `_ENOUGH`
             # cores is one more thread.
-            self._threads = min(self._most, max(1, int(free + 1 - _ENOUGH)))
+            self._threads = min(self._most, max(1, int(free_cores + 1 - _ENOUGH)))
         return self._threads
 
     def _look(self) -> tuple[float, float, float | None]:
@@ -66,9 +66,12 @@ def idle_time_s(stat: Path = _STAT) -> float | None:
     """Seconds in which the cores that this process is bound to had nothing to do, since the machine started; None if
     `stat`, in the format of proc(5), does not say it."""
     try:
-        bound = {f"cpu{core}" for core in own_cores()}
-        rows = [line.split() for line in stat.read_text().splitlines()]
-        ticks = [int(row[4]) + int(row[5]) for row in rows if row and row[0] in bound]  # idle, and idle for a disk
-        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+        bound_cores = {f"cpu{core_number}" for core_number in own_cores()}
+        stat_rows = [stat_line.split() for stat_line in stat.read_text().splitlines()]
+        # Ticks without work, and ticks of waiting for a disk.
+        idle_ticks = [
+            int(stat_row[4]) + int(stat_row[5]) for stat_row in stat_rows if stat_row and stat_row[0] in bound_cores
+        ]
+        return sum(idle_ticks) / os.sysconf("SC_CLK_TCK") if idle_ticks else None
     except (OSError, ValueError, IndexError):
         return None
