@@ -86,9 +86,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+    exported_object = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = exported_object
+    return exported_object
 
 
 def __dir__() -> list[str]:

@@ -317,22 +317,22 @@ class _Boundary(AbstractContextManager[None]):
         # error in their place would stop what they were sent to stop.
         if not isinstance(error, Exception):
             return
-        inner = matters(error)
+        inner_error = matters(error)
         # An error that was named once keeps its name: a SandboxError that comes out of an environment's step is the
         # sandbox's, not the environment's.
-        if isinstance(inner, self._passes):
-            if inner is error:
+        if isinstance(inner_error, self._passes):
+            if inner_error is error:
                 return
-            raise inner from error
-        where = _place(inner) if self._place else ""
-        text = f"{self._what} {type(inner).__name__}: {' '.join(str(inner).split())}{where}"
-        raise self._becomes(text) from error
+            raise inner_error from error
+        place_suffix = _place(inner_error) if self._place else ""
+        error_line = f"{self._what} {type(inner_error).__name__}: {' '.join(str(inner_error).split())}{place_suffix}"
+        raise self._becomes(error_line) from error
 
 
 def _place(error: BaseException) -> str:
     """`place_of` as the end of a line; a SyntaxError names its place itself."""
-    place = "" if isinstance(error, SyntaxError) else place_of(error)
-    return f" ({place})" if place else ""
+    file_and_line = "" if isinstance(error, SyntaxError) else place_of(error)
+    return f" ({file_and_line})" if file_and_line else ""
 
 
 _OURS = f"{Path(__file__).resolve().parent}/"
@@ -350,33 +350,35 @@ def place_of(error: BaseException) -> str:
     """`file:line` of the last frame of the code that somebody wrote for a run: neither of agentrl nor of Python, nor of
     an installed package if there is another one. "" for an error that was never raised, and for one of ours that no
     such code led to: its text says what to change."""
-    place = _place_in(traceback.extract_tb(error.__traceback__))
-    return "" if isinstance(error, AgentRLError) and place.startswith(_OURS) else place
+    file_and_line = _place_in(traceback.extract_tb(error.__traceback__))
+    return "" if isinstance(error, AgentRLError) and file_and_line.startswith(_OURS) else file_and_line
 
 
 def place_of_thread(thread: int | None, below: str) -> str:
     """Return `file:line`, as `place_of` does, of the code that a thread runs now, as far as the file `below` called it;
     "" if it runs none."""
-    frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
-    frames = list(traceback.extract_stack(frame)) if frame is not None else list[traceback.FrameSummary]()
-    called = next((depth for depth in range(len(frames), 0, -1) if frames[depth - 1].filename == below), len(frames))
-    return _place_in(frames[called:])
+    thread_frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
+    frames = list(traceback.extract_stack(thread_frame)) if thread_frame is not None else list[traceback.FrameSummary]()
+    first_called = next(
+        (depth for depth in range(len(frames), 0, -1) if frames[depth - 1].filename == below), len(frames)
+    )
+    return _place_in(frames[first_called:])
 
 
 def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    frames = [frame for frame in stack if not frame.filename.startswith("<frozen ")]
-    foreign = [frame for frame in frames if not frame.filename.startswith((_OURS, *_LOOPS))]
-    own_frames = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    named_frames = [frame for frame in stack if not frame.filename.startswith("<frozen ")]
+    foreign_frames = [frame for frame in named_frames if not frame.filename.startswith((_OURS, *_LOOPS))]
+    own_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
     # The last frame of the author's code and not the innermost one: a KeyError deep in pandas is of use only with the
     # line that called it.
-    chosen = own_frames or foreign or frames
-    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
+    candidate_frames = own_frames or foreign_frames or named_frames
+    return f"{candidate_frames[-1].filename}:{candidate_frames[-1].lineno}" if candidate_frames else ""
 
 
 def split_place(text: str) -> tuple[str, str]:
     """The text of an error without the place at its end, and the place ("" if it names none)."""
-    match = _PLACE.search(text)
-    return (text, "") if match is None else (text[: match.start()], match[1])
+    place_match = _PLACE.search(text)
+    return (text, "") if place_match is None else (text[: place_match.start()], place_match[1])
 
 
 _PLACE = re.compile(r" \(([^()]+:\d+)\)$")
@@ -397,9 +399,9 @@ class Tracebacks:
             root, cause = inner, inner.__cause__  # an error that came out of a group has the group as its cause
         # By class and place, not by text: texts hold seeds and file names, and a thousand failures of one line would be
         # a thousand kinds.
-        kind = type(root).__name__, place_of(root)
-        if kind not in self._seen and not self._quiet:
-            self._seen.add(kind)
+        error_kind = type(root).__name__, place_of(root)
+        if error_kind not in self._seen and not self._quiet:
+            self._seen.add(error_kind)
             log.error("%s; the first of its kind:\n%s", what, "".join(traceback.format_exception(root)).rstrip())
 
 
@@ -408,10 +410,13 @@ def matters(error: BaseException) -> BaseException:
     the run, then any other of ours, then the rest. An error that is not a group is returned as it is."""
     # Several tasks often fail for one reason, and the rest only because they were cancelled or met a closed connection.
     # The first in this order is the one that somebody can act upon.
-    ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
+    ranked_kinds = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
 
     def rank(leaf: BaseException) -> int:
-        return next((place for place, kind in enumerate(ranks) if isinstance(leaf, kind)), len(ranks))
+        return next(
+            (kind_rank for kind_rank, ranked_kind in enumerate(ranked_kinds) if isinstance(leaf, ranked_kind)),
+            len(ranked_kinds),
+        )
 
     return min(_leaves(error), key=rank)
 
@@ -419,5 +424,5 @@ def matters(error: BaseException) -> BaseException:
 def _leaves(error: BaseException) -> list[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         return [error]
-    members = cast("BaseExceptionGroup[BaseException]", error).exceptions
-    return [leaf for member in members for leaf in _leaves(member)]
+    member_errors = cast("BaseExceptionGroup[BaseException]", error).exceptions
+    return [leaf_error for member_error in member_errors for leaf_error in _leaves(member_error)]

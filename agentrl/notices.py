@@ -39,11 +39,11 @@ _place: ContextVar[str] = ContextVar("place", default="")
 @contextmanager
 def at(place: str) -> Generator[None]:
     """Give the notices of a block this place, so that code that never knows files can name what it met in one."""
-    token = _place.set(place)
+    context_token = _place.set(place)
     try:
         yield
     finally:
-        _place.reset(token)
+        _place.reset(context_token)
 
 
 NewNotice = tuple[str, str, int, str]
@@ -73,22 +73,24 @@ class NoticeBoard:
         where it stands (default: the place of the surrounding `at`). Raises StrictInputError under AGENTRL_STRICT
         unless the policy sent the input."""
         place = place or _place.get()
-        kind = (boundary, what[:_MOST_TEXT])
+        notice_kind = (boundary, what[:_MOST_TEXT])
         if os.environ.get(STRICT_VARIABLE) == "1" and not by_policy:
-            raise StrictInputError(f"{boundary}: {kind[1]}{f' ({place})' if place else ''}, and --strict refuses that")
+            raise StrictInputError(
+                f"{boundary}: {notice_kind[1]}{f' ({place})' if place else ''}, and --strict refuses that"
+            )
         with self._lock:
             # Bounded, as `what` may quote what a policy has written: without a bound, a policy could fill the memory of
             # its worker and the run's store with kinds.
-            if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
-                kind = (boundary, "more kinds of input that is not used")
-            entry = self._counts.setdefault(kind, NoticeCount(place=place[:_MOST_TEXT]))
-            entry.count += 1
-            entry.new += 1
-            is_first = kind not in self._logged and not self._gathering
+            if notice_kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+                notice_kind = (boundary, "more kinds of input that is not used")
+            notice_count = self._counts.setdefault(notice_kind, NoticeCount(place=place[:_MOST_TEXT]))
+            notice_count.count += 1
+            notice_count.new += 1
+            is_first = notice_kind not in self._logged and not self._gathering
             if is_first:
-                self._logged[kind] = 1
+                self._logged[notice_kind] = 1
         if is_first:
-            _log.warning("%s", line(*kind, 1, place))
+            _log.warning("%s", line(*notice_kind, 1, place))
 
     def forget(self) -> None:
         """Begin anew, as a process that has seen nothing."""
@@ -99,46 +101,49 @@ class NoticeBoard:
     def totals(self) -> dict[tuple[str, str], NoticeCount]:
         """All counts since the start of the process, by boundary and case."""
         with self._lock:
-            return {kind: NoticeCount(entry.count, entry.place) for kind, entry in self._counts.items()}
+            return {
+                notice_kind: NoticeCount(notice_count.count, notice_count.place)
+                for notice_kind, notice_count in self._counts.items()
+            }
 
     def take_new(self, *, last: bool = False) -> list[NewNotice]:
         """Cases since an earlier call, of kinds whose count has doubled since; with `last` of all kinds. The caller has
         to record them."""
-        taken: list[NewNotice] = []
+        new_notices: list[NewNotice] = []
         with self._lock:
-            for kind, entry in self._counts.items():
+            for notice_kind, notice_count in self._counts.items():
                 # At each doubling: a case that comes with every turn is recorded twenty times in a million, and a rare
                 # one at once.
-                if entry.new and (last or entry.new >= entry.count - entry.new):
-                    taken.append((*kind, entry.new, entry.place))
-                    entry.new = 0
-        return taken
+                if notice_count.new and (last or notice_count.new >= notice_count.count - notice_count.new):
+                    new_notices.append((*notice_kind, notice_count.new, notice_count.place))
+                    notice_count.new = 0
+        return new_notices
 
     def put_back(self, taken: list[NewNotice]) -> None:
         """Hand cases back that could not be recorded."""
         with self._lock:
-            for boundary, subject, count, _ in taken:
-                self._counts[boundary, subject].new += count
+            for boundary_name, notice_subject, case_count, _ in taken:
+                self._counts[boundary_name, notice_subject].new += case_count
 
     @contextmanager
     def gathered(self) -> Generator[None]:
         """Log the notices of a block at its end, one line for each kind, with its count."""
         with self._lock:
             self._gathering += 1
-            before = {kind: entry.count for kind, entry in self._counts.items()}
+            counts_before = {notice_kind: notice_count.count for notice_kind, notice_count in self._counts.items()}
         try:
             yield
         finally:
             with self._lock:
                 self._gathering -= 1
-                lines = [
-                    line(*kind, entry.count - before.get(kind, 0), entry.place)
-                    for kind, entry in self._counts.items()
-                    if entry.count > before.get(kind, 0)
+                log_lines = [
+                    line(*notice_kind, notice_count.count - counts_before.get(notice_kind, 0), notice_count.place)
+                    for notice_kind, notice_count in self._counts.items()
+                    if notice_count.count > counts_before.get(notice_kind, 0)
                 ]
-                self._logged |= {kind: entry.count for kind, entry in self._counts.items()}
-            for text in lines:
-                _log.warning("%s", text)
+                self._logged |= {notice_kind: notice_count.count for notice_kind, notice_count in self._counts.items()}
+            for log_line in log_lines:
+                _log.warning("%s", log_line)
 
 
 def line(boundary: str, what: str, count: int, place: str) -> str:

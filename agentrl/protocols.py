@@ -145,13 +145,13 @@ class Limits:
     def __post_init__(self) -> None:
         for each_field in fields(self):
             value = getattr(self, each_field.name)
-            kinds, words = (
+            number_kinds, kind_words = (
                 (int, "a whole number") if each_field.type in (int, "int") else (int | float, "a finite number")
             )
             # Infinity too is refused: a box without a bound is what these limits are there to prevent, and NaN compares
             # as neither.
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                raise ConfigError(each_field.name, value, f"give {words} above 0")
+            if isinstance(value, bool) or not isinstance(value, number_kinds) or not 0 < value < math.inf:
+                raise ConfigError(each_field.name, value, f"give {kind_words} above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,22 +169,22 @@ class NetworkPolicy:
             raise ConfigError("network.allow", self.allow, 'give a list of hosts with ports, as ["pypi.org:443"]')
         if self.phase != "setup":
             raise ConfigError("network.phase", self.phase, "choose setup: the agent itself has no network")
-        for entry in self.allow:
-            self.parsed(entry)
+        for allowed_entry in self.allow:
+            self.parsed(allowed_entry)
 
     @staticmethod
     def parsed(entry: str) -> tuple[str, int]:
         """Host and port of an entry. Raises ConfigError."""
-        host, port = "", None
+        host_name, port_number = "", None
         with suppress(ValueError, AttributeError):
-            url = urlsplit(f"//{entry}")
+            parsed_url = urlsplit(f"//{entry}")
             # One spelling of each name, as the proxy compares by text: `PyPI.org.` is the same host as `pypi.org`.
-            host, port = (url.hostname or "").lower().rstrip("."), url.port
+            host_name, port_number = (parsed_url.hostname or "").lower().rstrip("."), parsed_url.port
         # No patterns: `*.example.com` would also allow the name that somebody else may register or point wherever he
         # likes.
-        if not host or not port or any(sign in entry for sign in "/@*? "):
+        if not host_name or not port_number or any(refused_sign in entry for refused_sign in "/@*? "):
             raise ConfigError("network.allow", entry, "give host:port, as pypi.org:443")
-        return host, port
+        return host_name, port_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

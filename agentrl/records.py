@@ -251,18 +251,18 @@ class Turn:
     id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        n = len(self.token_ids)
-        if len(self.logprobs) != n:
-            raise ValueError(f"turn {self.index}: {n} tokens but {len(self.logprobs)} log-probs")
+        token_count = len(self.token_ids)
+        if len(self.logprobs) != token_count:
+            raise ValueError(f"turn {self.index}: {token_count} tokens but {len(self.logprobs)} log-probs")
         # Checked when a turn is made: a token without a version has no age, so the lag bound could not hold for it (law
         # 2), and nobody could later find out which one it was.
-        covered = 0
-        for span in self.spans:
-            if span.start != covered or span.end <= span.start:
-                raise ValueError(f"turn {self.index}: version spans {self.spans} leave a gap at token {covered}")
-            covered = span.end
-        if covered != n:
-            raise ValueError(f"turn {self.index}: version spans cover {covered} of {n} tokens")
+        covered_tokens = 0
+        for version_span in self.spans:
+            if version_span.start != covered_tokens or version_span.end <= version_span.start:
+                raise ValueError(f"turn {self.index}: version spans {self.spans} leave a gap at token {covered_tokens}")
+            covered_tokens = version_span.end
+        if covered_tokens != token_count:
+            raise ValueError(f"turn {self.index}: version spans cover {covered_tokens} of {token_count} tokens")
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -277,15 +277,17 @@ class Turn:
     @property
     def state(self) -> int:
         """A number from 0: a hash of `prompt_ids`, equal for turns that answered the same text."""
-        data = array("I", self.prompt_ids).tobytes()
+        prompt_bytes = array("I", self.prompt_ids).tobytes()
         # Shifted, as the store's integers have a sign. And not Python's own hash: members of a group are compared that
         # were played in different processes.
-        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+        return int.from_bytes(blake2b(prompt_bytes, digest_size=8).digest(), "little") >> 1
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The weight version of each sampled token, [T]."""
-        return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
+        return tuple(
+            version_span.version for version_span in self.spans for _ in range(version_span.start, version_span.end)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,37 +327,39 @@ def member_record(
 ) -> MemberRecord:
     """The record of a member, from its turns in order and the weights of the run's sources. The reward of another role
     is added to that role's last turn (a role that has not acted yet gets nothing)."""
-    streams: dict[str, dict[str, list[float]]] = {}
-    states: dict[str, list[int]] = {}
-    for actor, reward, others, scores, state in turns:
-        states.setdefault(actor, []).append(state)
-        for role, sources in streams.items():
-            if role != actor:
-                sources[ENV][-1] += float(others.get(role, 0.0))
-        of_actor = streams.setdefault(actor, {source: [] for source in (ENV, *sorted(weights))})
-        for source, values in of_actor.items():
-            values.append(reward if source == ENV else scores.get(source, 0.0))
+    streams_by_role: dict[str, dict[str, list[float]]] = {}
+    states_by_role: dict[str, list[int]] = {}
+    for acting_role, turn_reward, other_rewards, source_scores, turn_state in turns:
+        states_by_role.setdefault(acting_role, []).append(turn_state)
+        for role_name, role_streams in streams_by_role.items():
+            if role_name != acting_role:
+                role_streams[ENV][-1] += float(other_rewards.get(role_name, 0.0))
+        actor_streams = streams_by_role.setdefault(
+            acting_role, {source_name: [] for source_name in (ENV, *sorted(weights))}
+        )
+        for source_name, stream_values in actor_streams.items():
+            stream_values.append(turn_reward if source_name == ENV else source_scores.get(source_name, 0.0))
     return MemberRecord(
         outcome=outcome,
         outcomes=outcomes,
-        rewards={role: _weighted(sources, weights) for role, sources in streams.items()},
+        rewards={role_name: _weighted(role_streams, weights) for role_name, role_streams in streams_by_role.items()},
         streams={
-            role: {source: tuple(values) for source, values in sources.items()}
-            for role, sources in streams.items()
+            role_name: {source_name: tuple(stream_values) for source_name, stream_values in role_streams.items()}
+            for role_name, role_streams in streams_by_role.items()
             if weights
         },
         weights=dict(weights),
-        states={role: tuple(sources) for role, sources in states.items()},
+        states={role_name: tuple(role_states) for role_name, role_states in states_by_role.items()},
     )
 
 
 def _weighted(streams: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> tuple[float, ...]:
     """The weighted sum of a role's streams, turn by turn."""
     # In one order, always: the sum of floats depends on it, and a baseline must come out equal wherever it is computed.
-    sources = sorted(weights)
+    source_names = sorted(weights)
     return tuple(
-        env + sum(weights[source] * value for source, value in zip(sources, values, strict=True))
-        for env, *values in zip(streams[ENV], *(streams[source] for source in sources), strict=True)
+        env_reward + sum(weights[source] * value for source, value in zip(source_names, values, strict=True))
+        for env_reward, *values in zip(streams[ENV], *(streams[source] for source in source_names), strict=True)
     )
 
 
@@ -398,7 +402,7 @@ class Trajectory:
     @property
     def record(self) -> MemberRecord:
         """The record that this trajectory would give for the baseline of its siblings."""
-        turns = (
+        earned_turns = (
             (
                 turn.role,
                 turn.step.reward if turn.step else 0.0,
@@ -408,7 +412,7 @@ class Trajectory:
             )
             for turn in self.turns
         )
-        return member_record(self.outcome or 0.0, self.outcomes, turns, self.weights)
+        return member_record(self.outcome or 0.0, self.outcomes, earned_turns, self.weights)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -424,17 +428,17 @@ def turn_id(episode_id: int, trial: int, index: int) -> str:
 
 def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
     """All tokens before the first sampled token of `turns[index]`, by following parents."""
-    parts: list[tuple[int, ...]] = []
-    turn = turns[index]
+    context_parts: list[tuple[int, ...]] = []
+    context_turn = turns[index]
     while True:
         # From the end to the beginning, and joined once: a conversation of a hundred turns would otherwise be copied a
         # hundred times.
-        parts.append(turn.prompt_ids)
-        if turn.parent is None:
+        context_parts.append(context_turn.prompt_ids)
+        if context_turn.parent is None:
             break
-        turn = turns[turn.parent]
-        parts.append(turn.token_ids)
-    return tuple(chain.from_iterable(reversed(parts)))
+        context_turn = turns[context_turn.parent]
+        context_parts.append(context_turn.token_ids)
+    return tuple(chain.from_iterable(reversed(context_parts)))
 
 
 def spans_of(versions: Sequence[int], recomputed: Collection[int] = ()) -> tuple[VersionSpan, ...]:
@@ -443,14 +447,23 @@ def spans_of(versions: Sequence[int], recomputed: Collection[int] = ()) -> tuple
     and makes no span."""
     if versions and versions.count(versions[0]) == len(versions):  # most often
         return (VersionSpan(versions[0], 0, len(versions)),)
-    starts, since = set[int](), 0
-    for place in sorted(recomputed):
-        if place < len(versions) and any(version != versions[place] for version in versions[since:place]):
-            starts.add(place)
-            since = place
-    changes = [place for place in range(1, len(versions)) if versions[place] != versions[place - 1] or place in starts]
-    bounds = [0, *changes, len(versions)] if versions else []
-    return tuple(VersionSpan(versions[start], start, end, start in starts) for start, end in pairwise(bounds))
+    recomputed_starts, version_start = set[int](), 0
+    for position in sorted(recomputed):
+        if position < len(versions) and any(
+            version != versions[position] for version in versions[version_start:position]
+        ):
+            recomputed_starts.add(position)
+            version_start = position
+    inner_bounds = [
+        position
+        for position in range(1, len(versions))
+        if versions[position] != versions[position - 1] or position in recomputed_starts
+    ]
+    span_bounds = [0, *inner_bounds, len(versions)] if versions else []
+    return tuple(
+        VersionSpan(versions[span_start], span_start, span_end, span_start in recomputed_starts)
+        for span_start, span_end in pairwise(span_bounds)
+    )
 
 
 class GroupState(StrEnum):
@@ -519,10 +532,10 @@ class EngineKey:
     def of_environment(cls) -> EngineKey | None:
         """Read the key from this process's environment; None if it has none. One secret alone is for everything, one
         beside an empty one is not for changes."""
-        value, signing = os.environ.get(cls.VALUE), os.environ.get(cls.SIGNING)
-        if not value:
+        key_value, signing_key = os.environ.get(cls.VALUE), os.environ.get(cls.SIGNING)
+        if not key_value:
             return None
-        return cls.of(value) if signing is None else cls(value=value, signing=signing or None)
+        return cls.of(key_value) if signing_key is None else cls(value=key_value, signing=signing_key or None)
 
     def variables(self, *, signs: bool) -> dict[str, str]:
         """Return the environment variables that a process needs; with `signs`, to change engines, or to check who

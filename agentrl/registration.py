@@ -41,73 +41,100 @@ def make(id: str, **kwargs: Any) -> Any:
 
     Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take: of
     another name, or of another kind where it is annotated as a number, a text or a truth value."""
-    maker, arguments = registry.resolve("environments", id), dict(kwargs)
-    annotated = _plain(maker) if isinstance(maker, type | FunctionType) else dict[str, _Kinds]()
-    for name in arguments.keys() & annotated.keys():
-        value, kinds = arguments[name], annotated[name]
+    env_maker, arguments = registry.resolve("environments", id), dict(kwargs)
+    annotated = _plain(env_maker) if isinstance(env_maker, type | FunctionType) else dict[str, _Kinds]()
+    for argument_name in arguments.keys() & annotated.keys():
+        value, kinds = arguments[argument_name], annotated[argument_name]
         # Checked here, since Python does not: `turns = "8"` in a run file would fail in the middle of an episode, far
         # from the line that said it, and count as the environment's failure.
         if not any(_is(value, kind) for kind in kinds):
-            raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_KIND_NAMES[kind] for kind in kinds)}")
-    mode = None if "render_mode" in inspect.signature(maker).parameters else arguments.pop("render_mode", None)
+            raise UsageError(
+                f"{id}: {argument_name} = {value!r}: give {' or '.join(_KIND_NAMES[kind] for kind in kinds)}"
+            )
+    render_mode = (
+        None if "render_mode" in inspect.signature(env_maker).parameters else arguments.pop("render_mode", None)
+    )
     try:
-        env = maker(**arguments)
+        made_env = env_maker(**arguments)
     except TypeError as error:
-        raise UsageError(f"{id} cannot be made with {arguments}: {error}{_nearer(maker, arguments)}") from error
-    if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
-        env.spec = EnvSpec(
+        raise UsageError(f"{id} cannot be made with {arguments}: {error}{_nearer(env_maker, arguments)}") from error
+    if isinstance(made_env, gymnasium.Env) and made_env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
+        made_env.spec = EnvSpec(
             id=id,
             entry_point=functools.partial(make, id),
             kwargs=kwargs,
             order_enforce=False,
             disable_env_checker=True,
         )
-    return env if mode is None else _rendered(env, mode)  # pyright: ignore[reportUnknownVariableType]
+    return made_env if render_mode is None else _rendered(made_env, render_mode)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _nearer(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """For each argument that nothing is called, the nearest that there is; all of them if none is near."""
-    names = [
+    parameter_names = [
         parameter.name
         for parameter in parameters_of(maker)
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    near_names = [(name, registry.nearest(name, names)) for name in arguments if name not in names]
-    hints = [f"{name!r} is near {near[0]!r}" for name, near in near_names if near]
-    if hints or not near_names:
-        return f"; {', '.join(hints)}" if hints else ""
-    return f"; it takes {', '.join(names) or 'none'}"
+    near_names = [
+        (argument_name, registry.nearest(argument_name, parameter_names))
+        for argument_name in arguments
+        if argument_name not in parameter_names
+    ]
+    corrections = [
+        f"{argument_name!r} is near {nearest_names[0]!r}"
+        for argument_name, nearest_names in near_names
+        if nearest_names
+    ]
+    if corrections or not near_names:
+        return f"; {', '.join(corrections)}" if corrections else ""
+    return f"; it takes {', '.join(parameter_names) or 'none'}"
 
 
 def parameters_of(maker: Any) -> list[inspect.Parameter]:
     """The constructor's parameters; if it passes arguments on to a base class, that class's parameters too."""
-    by_name: dict[str, inspect.Parameter] = {}
-    classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
-    constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
-    for function in constructors if classes else [maker]:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        inherited = bool(by_name)  # the class itself passes the arguments that a base class requires
-        by_name |= {p.name: p for p in parameters if p.name not in by_name and not (inherited and p.default is p.empty)}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    parameters_by_name: dict[str, inspect.Parameter] = {}
+    mro_classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
+    constructors: list[Any] = [
+        base_class.__dict__["__init__"]
+        for base_class in mro_classes
+        if base_class is not object and "__init__" in base_class.__dict__
+    ]
+    for constructor in constructors if mro_classes else [maker]:
+        parameters = [
+            parameter for parameter in inspect.signature(constructor).parameters.values() if parameter.name != "self"
+        ]
+        inherited = bool(parameters_by_name)  # the class itself passes the arguments that a base class requires
+        parameters_by_name |= {
+            parameter.name: parameter
+            for parameter in parameters
+            if parameter.name not in parameters_by_name and not (inherited and parameter.default is parameter.empty)
+        }
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-        by_name = {name: p for name, p in by_name.items() if p.kind is not p.VAR_KEYWORD}
-    return list(by_name.values())
+        parameters_by_name = {
+            parameter_name: parameter
+            for parameter_name, parameter in parameters_by_name.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+    return list(parameters_by_name.values())
 
 
 @functools.lru_cache(256)
 def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
     """The parameters whose annotations name only kinds that a run file can check, with these kinds."""
     try:
-        hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
+        type_hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
     except (NameError, TypeError, AttributeError):  # somebody's annotations may be anything
         return {}
-    kinds_of = {
-        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()
+    kinds_by_name = {
+        parameter_name: get_args(type_hint) if get_origin(type_hint) in (Union, UnionType) else (type_hint,)
+        for parameter_name, type_hint in type_hints.items()
     }
     return {
-        name: kinds
-        for name, kinds in kinds_of.items()
-        if all(isinstance(kind, type) and kind in _KIND_NAMES for kind in kinds)
+        parameter_name: annotated_kinds
+        for parameter_name, annotated_kinds in kinds_by_name.items()
+        if all(isinstance(annotated_kind, type) and annotated_kind in _KIND_NAMES for annotated_kind in annotated_kinds)
     }
 
 
@@ -119,8 +146,8 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _rendered(env: Any, mode: str) -> Any:
-    if mode not in (modes := env.metadata["render_modes"]):
-        raise UsageError(f"render_mode = {mode!r}: give one of {', '.join(modes)}")
+    if mode not in (render_modes := env.metadata["render_modes"]):
+        raise UsageError(f"render_mode = {mode!r}: give one of {', '.join(render_modes)}")
     env.render_mode = mode
     return registry.load_reference("agentrl.env.gymnasium_wrappers:Rendered")(env)  # by name: env is above this module
 
@@ -140,22 +167,22 @@ def make_vec(
     Raises UsageError for `num_envs` below 1, for another mode, and if `vector_kwargs` asks for shared memory."""
     if num_envs < 1:
         raise UsageError(f"num_envs = {num_envs}: give 1 or more")
-    settings = dict(vector_kwargs or {})
-    if settings.pop("shared_memory", False):
+    vector_settings = dict(vector_kwargs or {})
+    if vector_settings.pop("shared_memory", False):
         raise UsageError("shared_memory = True: messages go by pipe here, leave it out")
-    each = [functools.partial(make, id, **kwargs)] * num_envs
+    env_makers = [functools.partial(make, id, **kwargs)] * num_envs
     if vectorization_mode == "sync":
-        return SyncVectorEnv(each, **settings)
+        return SyncVectorEnv(env_makers, **vector_settings)
     if vectorization_mode == "async":
-        return AsyncVectorEnv(each, shared_memory=False, **settings)
+        return AsyncVectorEnv(env_makers, shared_memory=False, **vector_settings)
     raise UsageError(f"vectorization_mode = {vectorization_mode!r}: give 'sync' or 'async'")
 
 
 def register_all() -> None:
     """Register every environment of installed packages with gymnasium; ids that it knows already stay unchanged."""
-    for id in registry.ids("environments"):
-        if id not in gymnasium.registry:
-            _tell_gymnasium(id)
+    for environment_id in registry.ids("environments"):
+        if environment_id not in gymnasium.registry:
+            _tell_gymnasium(environment_id)
 
 
 def _tell_gymnasium(id: str, *, nondeterministic: bool = False) -> None:

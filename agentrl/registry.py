@@ -68,7 +68,10 @@ def register(kind: Kind, id: str, target: Target) -> None:
 
 def ids(kind: Kind) -> list[str]:
     """All ids of a kind, registered here or offered by installed packages, sorted."""
-    return sorted(_offered(kind).keys() | {id for k, id in _registered if k == kind})
+    return sorted(
+        _offered(kind).keys()
+        | {registered_id for registered_kind, registered_id in _registered if registered_kind == kind}
+    )
 
 
 def resolve(kind: Kind, id: str) -> Callable[..., Any]:
@@ -77,11 +80,11 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     Raises UnknownIdError naming the known ids, nearest first."""
     # Registrations of this process come first: a program that registers an id means its own, whatever is installed.
     if (kind, id) in _registered:
-        target = _registered[kind, id]
-        return load_reference(target) if isinstance(target, str) else target
+        registered_target = _registered[kind, id]
+        return load_reference(registered_target) if isinstance(registered_target, str) else registered_target
     if id in _offered(kind):
-        point = _offered(kind)[id]
-        return load_reference(f"{point.module}:{point.attr}")
+        entry_point = _offered(kind)[id]
+        return load_reference(f"{entry_point.module}:{entry_point.attr}")
     if ":" in id:
         return load_reference(id)
     registered_ids = ids(kind)
@@ -102,27 +105,31 @@ def nearest(id: str, known: list[str]) -> list[str]:
 @functools.cache
 def _offered(kind: Kind) -> dict[str, EntryPoint]:
     """The entry points of installed packages. Read once: every episode needs them, and a read takes over 1 ms."""
-    return {point.name: point for point in entry_points(group=f"agentrl.{kind}")}
+    return {entry_point.name: entry_point for entry_point in entry_points(group=f"agentrl.{kind}")}
 
 
 def load_reference(reference: str) -> Callable[..., Any]:
     """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError if either half is missing, or the
     module cannot be imported."""
-    where, _, attribute = reference.rpartition(":")
-    cannot = f"cannot import {where!r} of {reference!r}:"
-    with boundary(UsageError, cannot, place=True):
+    module_reference, _, attribute = reference.rpartition(":")
+    import_failure = f"cannot import {module_reference!r} of {reference!r}:"
+    with boundary(UsageError, import_failure, place=True):
         try:
-            module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            loaded_module = (
+                _module_from_file(Path(module_reference))
+                if module_reference.endswith(".py")
+                else importlib.import_module(module_reference)
+            )
         except (ImportError, FileNotFoundError) as error:
-            missing = isinstance(error, ModuleNotFoundError) and error.name == where
-            hint = f" (for a file write path/to/{where}.py:{attribute})" if missing else ""
-            raise UsageError(f"{cannot} {error}{hint}") from error
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise UsageError(f"{where!r} has no {attribute!r} (from {reference!r})")
-        value = getattr(value, part)
-    return cast("Callable[..., Any]", value)
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == module_reference
+            correction = f" (for a file write path/to/{module_reference}.py:{attribute})" if is_missing else ""
+            raise UsageError(f"{import_failure} {error}{correction}") from error
+    referenced_object: Any = loaded_module
+    for attribute_part in attribute.split("."):
+        if not hasattr(referenced_object, attribute_part):
+            raise UsageError(f"{module_reference!r} has no {attribute!r} (from {reference!r})")
+        referenced_object = getattr(referenced_object, attribute_part)
+    return cast("Callable[..., Any]", referenced_object)
 
 
 def reference_of(function: Callable[..., Any]) -> str:
@@ -131,33 +138,33 @@ def reference_of(function: Callable[..., Any]) -> str:
     Raises UsageError for lambdas, closures, methods and objects: another process cannot import them by name."""
     if not hasattr(function, "__qualname__"):
         raise UsageError(f"{function!r} is no function or class: give the reference of its name, 'module:name'")
-    module = sys.modules.get(function.__module__)
-    if "<" in function.__qualname__ or module is None:
+    function_module = sys.modules.get(function.__module__)
+    if "<" in function.__qualname__ or function_module is None:
         raise UsageError(f"{function.__qualname__!r} must be a function at module level: workers import it by name")
     # In another process `__main__` is another file, so the reference names the file.
     if function.__module__ == "__main__":
-        if not getattr(module, "__file__", None):
+        if not getattr(function_module, "__file__", None):
             raise UsageError(f"{function.__qualname__!r} is defined interactively: put it into a file")
-        return f"{Path(cast(str, module.__file__)).resolve()}:{function.__qualname__}"
+        return f"{Path(cast(str, function_module.__file__)).resolve()}:{function.__qualname__}"
     return f"{function.__module__}:{function.__qualname__}"
 
 
 def _module_from_file(path: Path) -> Any:
     # With the path in it: two files of one name, in two folders, are two modules.
-    name = f"agentrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    module_name = f"agentrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
+    loaded_module = importlib.util.module_from_spec(module_spec)
     # Before it runs, as an import does it: dataclasses and pickling look their module up there while it is still being
     # read.
-    sys.modules[name] = module
+    sys.modules[module_name] = loaded_module
     try:
-        spec.loader.exec_module(module)
+        module_spec.loader.exec_module(loaded_module)
     except BaseException:
         # Half of a module must not be found by the next try, which would go on with what it has.
-        del sys.modules[name]
+        del sys.modules[module_name]
         raise
-    return module
+    return loaded_module
