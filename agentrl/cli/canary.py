@@ -49,7 +49,7 @@ def canary(
         url=check_url("URL", url),
         model=model_dir(model),
         adapter=None if adapter is None else _adapter(adapter),
-        candidates=[_candidate(place) for place in candidates or []],
+        candidates=[_candidate(candidate) for candidate in candidates or []],
         name=name,
         key=server_key(key_variable),
         dtype=dtype,
@@ -58,16 +58,16 @@ def canary(
         deadline_s=deadline_s,
     )
     try:
-        report = examine(subject, lambda line: print(line, file=sys.stderr, flush=True))
+        canary_report = examine(subject, lambda line: print(line, file=sys.stderr, flush=True))
     except EngineError as error:  # not there, too late, or it makes no sense: nothing was found out
         raise UsageError(str(error)) from error
     if as_json:
-        tables.print_json(report.document(subject))
+        tables.print_json(canary_report.document(subject))
     else:
-        _show(report)
-    if report.faults:
+        _show(canary_report)
+    if canary_report.faults:
         raise SystemExit(1)
-    if report.unknown:
+    if canary_report.unknown:
         raise SystemExit(2)
 
 
@@ -80,29 +80,39 @@ def _adapter(folder: Path) -> Path:
 def _candidate(place: str) -> Path:
     from agentrl.models.resolve import model_dir
 
-    folder = Path(place)
-    return folder if (folder / "adapter_config.json").is_file() else model_dir(place)
+    candidate_folder = Path(place)
+    return candidate_folder if (candidate_folder / "adapter_config.json").is_file() else model_dir(place)
 
 
 def _show(report: Report) -> None:
     from agentrl.canary.verdict import FIXES
 
-    kind = "rms" if report.dtype == "bfloat16" else "max"
-    table = Table("depth", "mean |Δ|", "max |Δ|", "bfloat16 here", "its max", f"limit ({kind})", "")
-    for row in report.depths:
-        numbers = (row.mean, row.max, row.rounding_mean, row.rounding_max, row.limit)
-        table.add_row(f"{row.depth:,}", *(f"{number:.2g}" for number in numbers), "" if row.is_near else "too far")
+    limit_kind = "rms" if report.dtype == "bfloat16" else "max"
+    depth_table = Table("depth", "mean |Δ|", "max |Δ|", "bfloat16 here", "its max", f"limit ({limit_kind})", "")
+    for depth_row in report.depths:
+        depth_figures = (
+            depth_row.mean,
+            depth_row.max,
+            depth_row.rounding_mean,
+            depth_row.rounding_max,
+            depth_row.limit,
+        )
+        depth_table.add_row(
+            f"{depth_row.depth:,}",
+            *(f"{figure:.2g}" for figure in depth_figures),
+            "" if depth_row.is_near else "too far",
+        )
     if report.depths:
-        tables.console().print(table)
+        tables.console().print(depth_table)
         print_line("|Δ|: nats between the server's log-probs and the folder's in float32, of tokens up to that depth.")
     if report.mode is not None:
         print_line(f"Log-probs of sampled tokens are {report.mode}.")
-    for line in report.remarks:
-        print_line(line)
+    for report_line in report.remarks:
+        print_line(report_line)
     for fault in report.faults:
         print_line(f"{fault.name}: {fault.evidence}")
         print_line(f"    {FIXES[fault.name]}")
-    for line in report.unknown:
-        print_line(f"could not tell: {line}")
+    for report_line in report.unknown:
+        print_line(f"could not tell: {report_line}")
     if not report.faults and not report.unknown:
         print_line(f"the server computes with these weights, up to the rounding of {report.dtype}")

@@ -91,20 +91,24 @@ class OrderedCommands(TyperGroup):
     """Lists commands in the order of `GROUPS`; Typer lists groups of commands first, then the order of registration."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = [name for commands in GROUPS.values() for name in commands]
+        command_order = [command_name for commands in GROUPS.values() for command_name in commands]
         # `index` raises for a command without a place in the list: who adds one has to decide where a newcomer finds
         # it.
-        return sorted(super().list_commands(ctx), key=order.index)
+        return sorted(super().list_commands(ctx), key=command_order.index)
 
 
 def arrange(app: typer.Typer) -> None:
     """Give each command its group and its examples."""
-    groups = {name: (group, examples) for group, commands in GROUPS.items() for name, examples in commands.items()}
+    help_by_command = {
+        command_name: (panel_title, examples)
+        for panel_title, commands in GROUPS.items()
+        for command_name, examples in commands.items()
+    }
     for command in [*app.registered_commands, *app.registered_groups]:
-        name = str(command.name or getattr(command.callback, "__name__", "")).replace("_", "-")
-        if name in groups:
-            command.rich_help_panel, examples = groups[name]
-            text = " ".join((command.help or (command.callback and command.callback.__doc__) or "").split())
-            if text:  # the list has room for a sentence; the command's own help shows all
-                command.short_help = text.split(". ")[0].removesuffix(".")
-            command.epilog = "\n\n".join(["Examples:", *(f"agentrl {line}" for line in examples)])
+        command_name = str(command.name or getattr(command.callback, "__name__", "")).replace("_", "-")
+        if command_name in help_by_command:
+            command.rich_help_panel, examples = help_by_command[command_name]
+            help_text = " ".join((command.help or (command.callback and command.callback.__doc__) or "").split())
+            if help_text:  # the list has room for a sentence; the command's own help shows all
+                command.short_help = help_text.split(". ")[0].removesuffix(".")
+            command.epilog = "\n\n".join(["Examples:", *(f"agentrl {example}" for example in examples)])

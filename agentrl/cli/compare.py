@@ -58,36 +58,40 @@ def compare(
 ) -> None:
     """Say whether a difference between models is real: on the same tasks, paired, with intervals. With --plan N, say
     which difference N tasks can show."""
-    assumed = {"samples": samples, "base_rate": base_rate, "correlation": correlation, "across": across}
-    assumed = {name: value for name, value in assumed.items() if value is not None}
+    assumptions = {"samples": samples, "base_rate": base_rate, "correlation": correlation, "across": across}
+    assumptions = {
+        option_name: option_value for option_name, option_value in assumptions.items() if option_value is not None
+    }
     if plan is not None:
         if places or groups or sequential or held_out or picture:
             raise UsageError(
                 "--plan compares nothing yet: leave out runs, --group, --held-out, --sequential and --plot"
             )
-        _show_plan(plan, assumed, as_json=as_json)
+        _show_plan(plan, assumptions, as_json=as_json)
         return
-    if assumed:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in assumed)
-        raise UsageError(f"{options}: only with --plan N; leave it out to compare results")
+    if assumptions:
+        listed_options = ", ".join(f"--{option_name.replace('_', '-')}" for option_name in assumptions)
+        raise UsageError(f"{listed_options}: only with --plan N; leave it out to compare results")
     if places and groups:
         raise UsageError("--group names all that is compared: leave out the other runs, or make groups of them")
     from agentrl.run.comparison.compare import compare as compare_sides
 
     with notices.gathered():
-        sides = _sides(places or [], groups or [], held_out)
-    comparisons, remarks = compare_sides(sides, sequential=sequential)
+        compared_sides = _sides(places or [], groups or [], held_out)
+    comparisons, remarks = compare_sides(compared_sides, sequential=sequential)
     if picture is not None:
         from agentrl.run.comparison.plot import draw
 
         draw(comparisons, picture)
     if as_json:
-        models = [model.document() for side in sides for model in side.models]
-        pairs = [asdict(pair) for pair in comparisons]
-        print(json.dumps({"models": models, "comparisons": pairs, "notes": remarks}, indent=2))
+        model_documents = [
+            compared_model.document() for compared_side in compared_sides for compared_model in compared_side.models
+        ]
+        comparison_documents = [asdict(comparison) for comparison in comparisons]
+        print(json.dumps({"models": model_documents, "comparisons": comparison_documents, "notes": remarks}, indent=2))
         return
-    for pair in comparisons:
-        _show(pair)
+    for comparison in comparisons:
+        _show(comparison)
     for remark in remarks:
         print_line(remark)
 
@@ -96,32 +100,44 @@ def _sides(places: list[str], groups: list[str], held_out: str | None) -> list[S
     from agentrl.run.comparison.compare import Side
     from agentrl.run.comparison.results import read
 
-    sides = [Side(name=place, models=[read(place, held_out)]) for place in places]
-    for group in groups:
-        name, _, members = group.partition("=")
-        runs = [member for member in members.split(",") if member]
-        if not name or not runs or len(set(runs)) < len(runs):
-            raise UsageError(f"--group {group}: give NAME=RUN,RUN with each run once")
-        sides.append(Side(name=name, models=[read(run, held_out) for run in runs], is_group=True))
-    return sides
+    compared_sides = [Side(name=results_place, models=[read(results_place, held_out)]) for results_place in places]
+    for group_option in groups:
+        group_name, _, listed_runs = group_option.partition("=")
+        run_places = [listed_run for listed_run in listed_runs.split(",") if listed_run]
+        if not group_name or not run_places or len(set(run_places)) < len(run_places):
+            raise UsageError(f"--group {group_option}: give NAME=RUN,RUN with each run once")
+        compared_sides.append(
+            Side(name=group_name, models=[read(run_place, held_out) for run_place in run_places], is_group=True)
+        )
+    return compared_sides
 
 
 def _show(pair: Comparison) -> None:
     from agentrl.run.comparison.compare import in_units, is_share
 
     print_line(pair.sentence)
-    table = Table("measure", escape(pair.a), escape(pair.b), "difference", "95% interval", "p", "tasks")
-    for row in pair.measures:
-        values = (row.a, row.b, row.difference, row.low, row.high)
-        a, b, difference, low, high = (in_units(row.name, value) for value in values)
-        name = f"{row.name}, %" if is_share(row.name) else row.name
-        table.add_row(name, a, b, difference, f"{low} to {high}", "-" if row.p is None else f"{row.p:.2g}", str(row.n))
-    tables.console().print(table)
-    for cause, number in pair.left_out.items():
-        print_line(f"Left out: {number} {cause}")
-    for row in pair.measures:
-        if row.left_out:
-            print_line(f"Left out of {row.name}: {row.left_out} tasks that lack it")
+    measure_table = Table("measure", escape(pair.a), escape(pair.b), "difference", "95% interval", "p", "tasks")
+    for measure in pair.measures:
+        figures = (measure.a, measure.b, measure.difference, measure.low, measure.high)
+        first_figure, second_figure, difference, low_bound, high_bound = (
+            in_units(measure.name, figure) for figure in figures
+        )
+        measure_name = f"{measure.name}, %" if is_share(measure.name) else measure.name
+        measure_table.add_row(
+            measure_name,
+            first_figure,
+            second_figure,
+            difference,
+            f"{low_bound} to {high_bound}",
+            "-" if measure.p is None else f"{measure.p:.2g}",
+            str(measure.n),
+        )
+    tables.console().print(measure_table)
+    for cause, left_out_count in pair.left_out.items():
+        print_line(f"Left out: {left_out_count} {cause}")
+    for measure in pair.measures:
+        if measure.left_out:
+            print_line(f"Left out of {measure.name}: {measure.left_out} tasks that lack it")
 
 
 def _show_plan(tasks: int, assumed: Mapping[str, Any], *, as_json: bool) -> None:
@@ -133,12 +149,14 @@ def _show_plan(tasks: int, assumed: Mapping[str, Any], *, as_json: bool) -> None
         document: dict[str, Any] = {**asdict(design), "power": POWER, "smallest_difference": smallest}
         print(json.dumps(document, indent=2))
         return
-    size = f"{tasks} tasks with {design.samples} sample{'s' * (design.samples > 1)} of each model"
+    plan_size = f"{tasks} tasks with {design.samples} sample{'s' * (design.samples > 1)} of each model"
     if smallest is None:
-        print_line(f"{size} show no difference from {design.base_rate:.1%} with {POWER:.0%} power: play more tasks.")
+        print_line(
+            f"{plan_size} show no difference from {design.base_rate:.1%} with {POWER:.0%} power: play more tasks."
+        )
     else:
         print_line(
-            f"{size} show a difference of {100 * smallest:.1f} points with {POWER:.0%} power: from"
+            f"{plan_size} show a difference of {100 * smallest:.1f} points with {POWER:.0%} power: from"
             f" {design.base_rate:.1%} to {design.base_rate + smallest:.1%}."
         )
     print_line(

@@ -56,10 +56,13 @@ def choose(*, real: bool) -> tuple[DemoRun, str]:
 
     if real:
         return REAL, ""
-    boxes = bubblewrap()
-    if boxes.works:
+    bubblewrap_check = bubblewrap()
+    if bubblewrap_check.works:
         return CODER, ""
-    return LOCKSMITH, f"bubblewrap: {boxes.seen}, so the demo has no code to run; agentrl doctor says what is missing"
+    return (
+        LOCKSMITH,
+        f"bubblewrap: {bubblewrap_check.seen}, so the demo has no code to run; agentrl doctor says what is missing",
+    )
 
 
 def demo(
@@ -78,23 +81,23 @@ def demo(
     from agentrl.run.reporting.live_view import LiveView
     from agentrl.run.trainer import Trainer
 
-    run, reason = choose(real=real)
+    demo_run, reason = choose(real=real)
     if reason:
         print(reason, flush=True)
-    print(f"{run.summary}: {run.file}", flush=True)
-    config = configuration.load(run.file, [*run.settings, *(settings or [])])
-    trainer = Trainer(config=config, out=out, overwrite=overwrite)
+    print(f"{demo_run.summary}: {demo_run.file}", flush=True)
+    run_config = configuration.load(demo_run.file, [*demo_run.settings, *(settings or [])])
+    trainer = Trainer(config=run_config, out=out, overwrite=overwrite)
     with beside(out, serves=page):
-        summary = trainer.train(LiveView())
-    report.show(tables.console(), out, summary)
-    for row in run.rows:
-        print(row)
-    for command, purpose in (
+        run_summary = trainer.train(LiveView())
+    report.show(tables.console(), out, run_summary)
+    for comment_line in demo_run.rows:
+        print(comment_line)
+    for next_command, purpose in (
         (f"agentrl view {out} --open", "its episodes turn by turn, on a page"),
-        (f"agentrl play {config.env.id}", "play the model's part yourself"),
+        (f"agentrl play {run_config.env.id}", "play the model's part yourself"),
         ("agentrl new env my_env", "a package with an environment of your own, and a run file that trains it"),
     ):
-        print(f"next: {command}  # {purpose}")
-    if summary["unmeasured"]:
-        hint = f"fix it and run: agentrl eval {out}"
-        raise AgentRLError(f"the run is trained, and not measured: {summary['unmeasured']}; {hint}")
+        print(f"next: {next_command}  # {purpose}")
+    if run_summary["unmeasured"]:
+        correction = f"fix it and run: agentrl eval {out}"
+        raise AgentRLError(f"the run is trained, and not measured: {run_summary['unmeasured']}; {correction}")

@@ -24,17 +24,17 @@ def demos(
     from agentrl.config import apply_override
     from agentrl.offline.oracle_demonstrations import write
 
-    kwargs: dict[str, Any] = {}
-    for setting in settings or []:
-        apply_override(kwargs, setting)
-    every, reported = max(1, n // 10), 0
+    env_kwargs: dict[str, Any] = {}
+    for assignment in settings or []:
+        apply_override(env_kwargs, assignment)
+    report_every, reported = max(1, n // 10), 0
 
     def progress(written: int) -> None:
         nonlocal reported
-        if written // every > reported:
-            reported = written // every
+        if written // report_every > reported:
+            reported = written // report_every
             print(f"{written} of {n}", file=sys.stderr)
 
-    result = write(env, n, out, mistakes=mistakes, seed=seed, kwargs=kwargs, overwrite=overwrite, progress=progress)
-    left_out = f"; {result.left_out} tasks had none" if result.left_out else ""
-    print(f"{result.demonstrations} demonstrations, {result.mistaken} of them with mistakes: {out}{left_out}")
+    counts = write(env, n, out, mistakes=mistakes, seed=seed, kwargs=env_kwargs, overwrite=overwrite, progress=progress)
+    left_out = f"; {counts.left_out} tasks had none" if counts.left_out else ""
+    print(f"{counts.demonstrations} demonstrations, {counts.mistaken} of them with mistakes: {out}{left_out}")

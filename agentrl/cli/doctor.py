@@ -37,24 +37,33 @@ class PartCheck:
 
 def examine() -> list[PartCheck]:
     """Look at every part; each check has a deadline."""
-    checks: tuple[Callable[[], PartCheck], ...] = (_python, _cpu, _gpu, _torch, _bytecode, bubblewrap, _docker, _vllm)
-    return [check() for check in checks]
+    part_checks: tuple[Callable[[], PartCheck], ...] = (
+        _python,
+        _cpu,
+        _gpu,
+        _torch,
+        _bytecode,
+        bubblewrap,
+        _docker,
+        _vllm,
+    )
+    return [check_part() for check_part in part_checks]
 
 
 def _python() -> PartCheck:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return PartCheck("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True)
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    return PartCheck("python", sys.version_info >= (3, 11), python_version, "install Python 3.11 or newer", needed=True)
 
 
 def _cpu() -> PartCheck:
-    n_cores = cores()
-    return PartCheck("cpu", n_cores >= 2, f"{n_cores} cores", "the engine and the learner want a core each")
+    core_count = cores()
+    return PartCheck("cpu", core_count >= 2, f"{core_count} cores", "the engine and the learner want a core each")
 
 
 def _gpu() -> PartCheck:
-    seen = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    hint = "none is needed: engine.kind = 'embedded' runs on the CPU"
-    return PartCheck("gpu", bool(seen), seen or "none", "" if seen else hint)
+    gpu_lines = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    install_hint = "none is needed: engine.kind = 'embedded' runs on the CPU"
+    return PartCheck("gpu", bool(gpu_lines), gpu_lines or "none", "" if gpu_lines else install_hint)
 
 
 def _torch() -> PartCheck:
@@ -68,47 +77,60 @@ def _torch() -> PartCheck:
 
 
 def _bytecode() -> PartCheck:
-    spec = importlib.util.find_spec("torch")
-    is_kept = spec is not None and spec.origin is not None and Path(cache_from_source(spec.origin)).exists()
-    if is_kept or spec is None or not sys.dont_write_bytecode:
+    torch_spec = importlib.util.find_spec("torch")
+    is_kept = (
+        torch_spec is not None and torch_spec.origin is not None and Path(cache_from_source(torch_spec.origin)).exists()
+    )
+    if is_kept or torch_spec is None or not sys.dont_write_bytecode:
         return PartCheck("bytecode", True, "kept" if is_kept else "is kept from the first start on")
-    hint = "each process of a run compiles torch anew when it starts: unset PYTHONDONTWRITEBYTECODE"
-    return PartCheck("bytecode", False, "is thrown away", hint)
+    cache_hint = "each process of a run compiles torch anew when it starts: unset PYTHONDONTWRITEBYTECODE"
+    return PartCheck("bytecode", False, "is thrown away", cache_hint)
 
 
 def bubblewrap() -> PartCheck:
-    hint = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
+    install_hint = (
+        "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
+    )
     if not is_linux():
         # Nobody can install it there, so nothing waits for it.
         return PartCheck("bubblewrap", False, "needs Linux", "use sandbox = 'docker', the default here")
     if shutil.which("bwrap") is None:
-        return PartCheck("bubblewrap", False, "not installed", hint, needed=True)
-    works = has_user_namespaces()
-    seen = _output(["bwrap", "--version"]) or "?"
+        return PartCheck("bubblewrap", False, "not installed", install_hint, needed=True)
+    has_namespaces = has_user_namespaces()
+    bwrap_version = _output(["bwrap", "--version"]) or "?"
     return PartCheck(
-        "bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", hint, needed=True
+        "bubblewrap",
+        has_namespaces,
+        bwrap_version if has_namespaces else f"{bwrap_version}, but it cannot make a namespace",
+        install_hint,
+        needed=True,
     )
 
 
 def _docker() -> PartCheck:
-    seen = _output(["docker", "version", "--format", "{{.Server.Version}}"])
-    hint = f"optional, for sandbox = 'docker': start a docker engine, and {install_command('docker')}"
-    return PartCheck("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else hint)
+    server_version = _output(["docker", "version", "--format", "{{.Server.Version}}"])
+    install_hint = f"optional, for sandbox = 'docker': start a docker engine, and {install_command('docker')}"
+    return PartCheck(
+        "docker",
+        bool(server_version),
+        f"engine {server_version}" if server_version else "no engine answers",
+        "" if server_version else install_hint,
+    )
 
 
 def _vllm() -> PartCheck:
     try:
-        build = find_build()
+        vllm_build = find_build()
     except UsageError as error:
         return PartCheck("vllm", False, "not found", f"optional, for engine.kind = 'vllm': {error}")
-    kind = "CPU build" if build.cpu else "CUDA build"
-    return PartCheck("vllm", True, f"{build.version} ({kind})")
+    build_kind = "CPU build" if vllm_build.cpu else "CUDA build"
+    return PartCheck("vllm", True, f"{vllm_build.version} ({build_kind})")
 
 
 def _output(argv: list[str]) -> str:
     """A command's stripped output, empty if the command fails or is missing."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+        completed_process = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return completed_process.stdout.strip() if completed_process.returncode == 0 else ""

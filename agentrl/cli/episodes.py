@@ -31,14 +31,15 @@ def fork(
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    run = RunDir.open(path)
-    with RunStore.open(run.store_path) as store:
-        group = store.groups.fork(episode, turn=turn, k=k)
-        go_on = _go_on(path, run, store)
+    run_folder = RunDir.open(path)
+    with RunStore.open(run_folder.store_path) as run_store:
+        group_id = run_store.groups.fork(episode, turn=turn, k=k)
+        resume_command = _go_on(path, run_folder, run_store)
     print(
-        f"group {group}: {k} continuations of episode {episode} from turn {turn} on, played as soon as the run goes on"
+        f"group {group_id}: {k} continuations of episode {episode} from turn {turn} on, played as soon as the run goes"
+        " on"
     )
-    print(f"if it does not run now: {go_on}")
+    print(f"if it does not run now: {resume_command}")
 
 
 def export_episodes(
@@ -59,13 +60,15 @@ def export_episodes(
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    run = RunDir.open(path)
-    choice = Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task)
-    with RunStore.read(run.store_path) as store:
+    run_folder = RunDir.open(path)
+    episode_choice = Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task)
+    with RunStore.read(run_folder.store_path) as run_store:
         if form not in ("messages", "tokens"):
-            print(f"{write_episodes(store.reads, choice.of(store.reads), form, out, run.config())} episodes in {out}")
+            members = episode_choice.of(run_store.reads)
+            episode_count = write_episodes(run_store.reads, members, form, out, run_folder.config())
+            print(f"{episode_count} episodes in {out}")
             return
-        exported = select(store.reads, choice, form, out, splits_thoughts=_writes_thoughts(run))
+        exported = select(run_store.reads, episode_choice, form, out, splits_thoughts=_writes_thoughts(run_folder))
     print(f"{exported.written} episodes in {out}")
     if exported.broken_calls:
         print(f"{exported.broken_calls} turns in it hold a call that is not well-formed: they stand as text")
@@ -97,10 +100,12 @@ def _go_on(path: Path, run: RunDir, store: RunStore) -> str:
     from agentrl.errors import StoreError
 
     try:
-        done = store.versions.current_version().step
+        trained_steps = store.versions.current_version().step
     except StoreError:  # no engine serves any weights yet
-        done = 0
-    return f"agentrl train --resume {path}" + f" --set train.steps={done + 1}" * (done >= run.config().train.steps)
+        trained_steps = 0
+    return f"agentrl train --resume {path}" + f" --set train.steps={trained_steps + 1}" * (
+        trained_steps >= run.config().train.steps
+    )
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -134,7 +139,7 @@ def copy(
 
     if to != "sqlite" and not to.startswith(("postgresql://", "postgres://")):
         raise UsageError(f"--to {to}: give postgresql://user@host/database, or sqlite")
-    run = RunDir.open(path)
-    with run.lock(), supervising(run.store_path, of_copy=True):  # what gives a copy its own
-        old_place, rows = move(path, None if to == "sqlite" else to, time.time)
-    print(f"{rows} rows copied; {run.store_path} names the store from now on, {old_place} the old one")
+    run_folder = RunDir.open(path)
+    with run_folder.lock(), supervising(run_folder.store_path, of_copy=True):  # what gives a copy its own
+        old_place, row_count = move(path, None if to == "sqlite" else to, time.time)
+    print(f"{row_count} rows copied; {run_folder.store_path} names the store from now on, {old_place} the old one")

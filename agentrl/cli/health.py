@@ -24,22 +24,28 @@ def health(
     from agentrl.run.run_folder import RunDir
 
     try:
-        facts = facts_of(RunDir.open(path))
+        run_facts = facts_of(RunDir.open(path))
     except UsageError:
         raise
     except (AgentRLError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-    findings = examine(facts)
+    findings = examine(run_facts)
     if as_json:
-        advice = [finding.document(path) for finding in findings]
-        print(json.dumps({"run": str(path), "step": facts.step, "healthy": not findings, "advice": advice}))
+        advice_documents = [finding.document(path) for finding in findings]
+        print(
+            json.dumps({"run": str(path), "step": run_facts.step, "healthy": not findings, "advice": advice_documents})
+        )
     elif not findings:
-        steps = f"{facts.step} steps and {len(facts.episodes)} of the newest episodes show nothing wrong"
-        print(f"{path}: {steps}" if facts.episodes else f"{path}: no episode has ended, so there is nothing to judge")
+        healthy_text = f"{run_facts.step} steps and {len(run_facts.episodes)} of the newest episodes show nothing wrong"
+        print(
+            f"{path}: {healthy_text}"
+            if run_facts.episodes
+            else f"{path}: no episode has ended, so there is nothing to judge"
+        )
     for finding in () if as_json else findings:
         print(printable(f"{finding.name}: {finding.cause}"))
         print(printable(f"    {finding.evidence}"))
-        for line in finding.typed(path):
-            print(printable(f"    $ {line}"))
+        for command_line in finding.typed(path):
+            print(printable(f"    $ {command_line}"))
     if findings:
         raise SystemExit(1)

@@ -173,41 +173,46 @@ def train(
         raise UsageError("give either a run file or --resume RUN_DIR")
     if resume is not None and (out or overwrite):
         raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
-    size = "tiny" if tiny else "small" if small else None
+    model_size = "tiny" if tiny else "small" if small else None
     if tiny and small:
         raise UsageError("--tiny and --small each take another model: leave out one of them")
-    if size and (resume is not None or alive):
-        raise UsageError(f"--{size} is for a run file: give one, without --resume and --keep-alive")
+    if model_size and (resume is not None or alive):
+        raise UsageError(f"--{model_size} is for a run file: give one, without --resume and --keep-alive")
     if alive:
         from agentrl.run.processes.keep_alive import keep_training
 
         # The words as they were typed go to the child, not the parsed values: so each option means there what it means
         # here, those that come later included.
-        words = [word for word in sys.argv[1:] if word != "--keep-alive"]
-        raise SystemExit(keep_training(words, file, settings, out, resume))
+        command_words = [command_word for command_word in sys.argv[1:] if command_word != "--keep-alive"]
+        raise SystemExit(keep_training(command_words, file, settings, out, resume))
     if resume is not None:
-        path = resume
-        with beside(path, serves=page):
-            summary = Trainer.resume(resume, LiveView(), settings=settings or [])
+        run_path = resume
+        with beside(run_path, serves=page):
+            run_summary = Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
         assert file is not None
-        config = configuration.load(file, settings)
-        path = out or Path("runs") / (f"{config.name}-{size}" if size else config.name)
-        if size:
+        run_config = configuration.load(file, settings)
+        run_path = out or Path("runs") / (f"{run_config.name}-{model_size}" if model_size else run_config.name)
+        if model_size:
             from agentrl.offline import tiny_run
 
-            folder = path.with_name(f"{path.name}-model")
-            typed = settings or []
-            config = tiny_run.shrunk(config, folder, typed) if tiny else tiny_run.on_cpu(config, typed)
-        with beside(path, serves=page):
-            summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
+            model_folder = run_path.with_name(f"{run_path.name}-model")
+            typed_settings = settings or []
+            run_config = (
+                tiny_run.shrunk(run_config, model_folder, typed_settings)
+                if tiny
+                else tiny_run.on_cpu(run_config, typed_settings)
+            )
+        with beside(run_path, serves=page):
+            run_summary = Trainer(config=run_config, out=run_path, overwrite=overwrite).train(LiveView())
     if json_log.is_on():
-        with json_log.about(run=str(path), summary=summary):
+        with json_log.about(run=str(run_path), summary=run_summary):
             json_log.tell("the run is trained")
     else:
-        report.show(tables.console(), path, summary)
-    if summary["unmeasured"]:
-        _fail(f"the run is trained, and not measured: {summary['unmeasured']}; fix it and run: agentrl eval {path}", 1)
+        report.show(tables.console(), run_path, run_summary)
+    if run_summary["unmeasured"]:
+        correction = f"fix it and run: agentrl eval {run_path}"
+        _fail(f"the run is trained, and not measured: {run_summary['unmeasured']}; {correction}", 1)
 
 
 @app.command("eval")
@@ -237,22 +242,26 @@ def evaluate(
     if show and as_json:
         raise UsageError("--show prints texts, --json one document: leave out one of them")
     if endpoint is not None:
-        key = server_key(key_variable)
-        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16, show)]
+        api_key = server_key(key_variable)
+        eval_results = [
+            _evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, api_key, concurrency or 16, show)
+        ]
     else:
-        alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
-        if options := [option for option, value in alone.items() if value is not None]:
+        endpoint_options = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
+        if misplaced_options := [
+            option_name for option_name, option_value in endpoint_options.items() if option_value is not None
+        ]:
             raise UsageError(
-                f"{', '.join(options)}: only with --endpoint URL; leave it out for a run or a model folder"
+                f"{', '.join(misplaced_options)}: only with --endpoint URL; leave it out for a run or a model folder"
             )
-        results = _evaluate_model(what, env, n, settings or [], out, show)
+        eval_results = _evaluate_model(what, env, n, settings or [], out, show)
     if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+        print(json.dumps([asdict(eval_result) for eval_result in eval_results], indent=2))
     else:
-        _show_evaluation(results, out)
+        _show_evaluation(eval_results, out)
     # A measurement without one scored episode is not a success rate of 0, and a script that goes on by the exit code
     # must not take it for one.
-    if not all(result.n for result in results):
+    if not all(eval_result.n for eval_result in eval_results):
         raise SystemExit(1)
 
 
@@ -263,28 +272,32 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
+    result_table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
     for evaluation in results:
         interval = (
             f" [{evaluation.pass_at['1']['low']:.2f}, {evaluation.pass_at['1']['high']:.2f}]"
             if evaluation.pass_at
             else ""
         )
-        means = (
+        mean_cells = (
             number(evaluation.success, 3) + interval,
             number(evaluation.outcome, 3),
             number(evaluation.turns, 2),
             number(evaluation.tokens, 1),
         )
-        table.add_row(evaluation.name, str(evaluation.n), *means, str(evaluation.failed))
-    tables.console().print(table)
+        result_table.add_row(evaluation.name, str(evaluation.n), *mean_cells, str(evaluation.failed))
+    tables.console().print(result_table)
     for evaluation in results:
-        if more := [format_pass(k, estimate) for k, estimate in evaluation.pass_at.items() if k != "1"]:
-            print(f"{evaluation.name}: {', '.join(more)}")
-    if rows := [row for result in results for row in result.failed_tasks]:
-        tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
-        where = "--out FOLDER keeps the episodes and the logs" if out is None else f"agentrl logs {out} worker-0"
-        print(f"with tracebacks: {where}")
+        if pass_texts := [
+            format_pass(sample_count, estimate)
+            for sample_count, estimate in evaluation.pass_at.items()
+            if sample_count != "1"
+        ]:
+            print(f"{evaluation.name}: {', '.join(pass_texts)}")
+    if task_rows := [task_row for eval_result in results for task_row in eval_result.failed_tasks]:
+        tables.console().print(failed_tasks.table(task_rows, most=failed_tasks.MOST_ROWS))
+        log_hint = "--out FOLDER keeps the episodes and the logs" if out is None else f"agentrl logs {out} worker-0"
+        print(f"with tracebacks: {log_hint}")
 
 
 def _show_episode(title: str, text: str) -> None:
@@ -303,15 +316,15 @@ def _evaluate_model(
 
     if what is None:
         raise UsageError("name a run directory or a model; or give --endpoint URL --model NAME --env ID")
-    config, adapters = measured(what, env, n, settings)
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
-        run = RunDir(out or owner.path / "run")
-        results = measure(config, adapters, out=run.path)
-        with RunStore.read(run.store_path) as store:
-            for held_out in config.eval.sets if show else ():
-                for title, text in held_out_episodes(store, held_out.name, "now", show):
-                    _show_episode(title, text)
-        return results
+    run_config, adapters = measured(what, env, n, settings)
+    with closing(OwnedFolder(prefer_memory=False)) as owned_folder:
+        run_folder = RunDir(out or owned_folder.path / "run")
+        eval_results = measure(run_config, adapters, out=run_folder.path)
+        with RunStore.read(run_folder.store_path) as run_store:
+            for held_out in run_config.eval.sets if show else ():
+                for episode_title, episode_text in held_out_episodes(run_store, held_out.name, "now", show):
+                    _show_episode(episode_title, episode_text)
+        return eval_results
 
 
 def _evaluate_endpoint(
@@ -335,12 +348,12 @@ def _evaluate_endpoint(
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
     check_url("--endpoint", url)
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
-        folder = out or owner.path
-        result = of_server(url, model, env, n, settings, folder, key, concurrency)
-        for row, conversation in endpoint.conversations(folder, show):
-            _show_episode(endpoint.line(row), "\n\n" + "\n".join(quoted(conversation)))
-        return result
+    with closing(OwnedFolder(prefer_memory=False)) as owned_folder:
+        result_folder = out or owned_folder.path
+        eval_result = of_server(url, model, env, n, settings, result_folder, key, concurrency)
+        for episode_row, conversation in endpoint.conversations(result_folder, show):
+            _show_episode(endpoint.line(episode_row), "\n\n" + "\n".join(quoted(conversation)))
+        return eval_result
 
 
 @app.command()
@@ -353,17 +366,17 @@ def audit(
     from agentrl.store import RunStore
     from agentrl.store.audit import audit as check
 
-    run = RunDir.open(path)
-    with RunStore.read(run.store_path) as store:
-        report = check(store, run.checkpoints)
+    run_folder = RunDir.open(path)
+    with RunStore.read(run_folder.store_path) as run_store:
+        audit_report = check(run_store, run_folder.checkpoints)
     if as_json:
-        print(report.to_json())
+        print(audit_report.to_json())
     else:
-        table = Table("checked", "found")
-        for name, value in json.loads(report.to_json()).items():
-            table.add_row(name, tables.lines(value))
-        tables.console().print(table)
-    if report.violations:
+        audit_table = Table("checked", "found")
+        for check_name, check_result in json.loads(audit_report.to_json()).items():
+            audit_table.add_row(check_name, tables.lines(check_result))
+        tables.console().print(audit_table)
+    if audit_report.violations:
         raise SystemExit(1)
 
 
@@ -377,10 +390,10 @@ def play(
     from agentrl.cli.play import play as play_episode
     from agentrl.config import apply_override
 
-    kwargs: dict[str, Any] = {}
-    for setting in settings or []:
-        apply_override(kwargs, setting)
-    play_episode(env, seed=seed, kwargs=kwargs, read=input, write=print)
+    env_kwargs: dict[str, Any] = {}
+    for assignment in settings or []:
+        apply_override(env_kwargs, assignment)
+    play_episode(env, seed=seed, kwargs=env_kwargs, read=input, write=print)
 
 
 @_new.callback()
@@ -396,11 +409,11 @@ def new_env(
     """Make a package with an environment, tools, tests and a run file."""
     from agentrl.scaffold import new_env as write
 
-    folder = out or Path(name)
-    id, written = write(name, folder)
-    for path in written:
-        print(path)
-    print(f"{id} is ready: cd {folder} && pip install -e '.[dev]' && pytest")
+    package_folder = out or Path(name)
+    environment_id, written_paths = write(name, package_folder)
+    for written_path in written_paths:
+        print(written_path)
+    print(f"{environment_id} is ready: cd {package_folder} && pip install -e '.[dev]' && pytest")
 
 
 @app.command("list")
@@ -415,16 +428,20 @@ def list_ids(
     on."""
     from agentrl.cli.registered_ids import KINDS, entries
 
-    kinds = KINDS if kind is None else (kind,)
+    listed_kinds = KINDS if kind is None else (kind,)
     if as_json:
-        rows = [{"kind": each, "id": entry.id, "summary": entry.summary} for each in kinds for entry in entries(each)]
-        print(json.dumps(rows, indent=2))
+        id_rows = [
+            {"kind": listed_kind, "id": id_entry.id, "summary": id_entry.summary}
+            for listed_kind in listed_kinds
+            for id_entry in entries(listed_kind)
+        ]
+        print(json.dumps(id_rows, indent=2))
         return
-    table = Table("kind", "id", "what it is")
-    for each in kinds:
-        for entry in entries(each):
-            table.add_row(each, escape(entry.id), escape(entry.summary))
-    tables.console().print(table)
+    id_table = Table("kind", "id", "what it is")
+    for listed_kind in listed_kinds:
+        for id_entry in entries(listed_kind):
+            id_table.add_row(listed_kind, escape(id_entry.id), escape(id_entry.summary))
+    tables.console().print(id_table)
 
 
 @app.command()
@@ -444,24 +461,26 @@ def keys(
         print(run_file.page(), end="")
         return
     if not (of or every or as_json):
-        for question, first in run_file.first_keys().items():
-            _print_keys(first, title=question)
+        for question, first_keys in run_file.first_keys().items():
+            _print_keys(first_keys, title=question)
         tables.console().print("agentrl keys --all lists every key, agentrl keys rollout those of one table")
         return
-    chosen = [key for key in run_file.all_keys() if key.name.startswith(of)]
-    if not chosen:
+    chosen_keys = [config_key for config_key in run_file.all_keys() if config_key.name.startswith(of)]
+    if not chosen_keys:
         raise UsageError(f"no key begins with {of!r}: agentrl keys --all lists every key")
     if as_json:
-        tables.print_json([asdict(key) for key in chosen])
+        tables.print_json([asdict(config_key) for config_key in chosen_keys])
     else:
-        _print_keys(chosen)
+        _print_keys(chosen_keys)
 
 
 def _print_keys(keys: Sequence[Key], title: str = "") -> None:
-    table = Table("key", "value", "default", "meaning", title=title, title_justify="left")
-    for key in keys:
-        table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
-    tables.console().print(table)
+    key_table = Table("key", "value", "default", "meaning", title=title, title_justify="left")
+    for config_key in keys:
+        key_table.add_row(
+            *map(escape, (config_key.name, config_key.kind.replace("`", ""), config_key.default, config_key.meaning))
+        )
+    tables.console().print(key_table)
 
 
 @app.command()
@@ -472,19 +491,21 @@ def show(
     """Show what an id stands for and which arguments it takes."""
     from agentrl.cli.registered_ids import find
 
-    entry = find(id)
+    id_entry = find(id)
     if as_json:
-        tables.print_json(asdict(entry))
+        tables.print_json(asdict(id_entry))
         return
     console = tables.console()
-    console.print(f"{entry.id}  ({entry.kind}, {entry.target})\n\n{entry.text}\n", markup=False, highlight=False)
-    table = Table("argument", "kind", "default")
-    for argument in entry.arguments:
-        table.add_row(*map(escape, (argument.name, argument.kind, argument.default or "required")))
-    if entry.open:
-        table.add_row("…", "", "and whatever it passes on")
-    if table.row_count:
-        console.print(table)
+    console.print(
+        f"{id_entry.id}  ({id_entry.kind}, {id_entry.target})\n\n{id_entry.text}\n", markup=False, highlight=False
+    )
+    argument_table = Table("argument", "kind", "default")
+    for argument in id_entry.arguments:
+        argument_table.add_row(*map(escape, (argument.name, argument.kind, argument.default or "required")))
+    if id_entry.open:
+        argument_table.add_row("…", "", "and whatever it passes on")
+    if argument_table.row_count:
+        console.print(argument_table)
 
 
 @app.command()
@@ -495,12 +516,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] =
     findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    table = Table("part", "", "seen", "what to do")
+    part_table = Table("part", "", "seen", "what to do")
     for finding in findings:
-        mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
-        table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.hint))
+        status_mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
+        part_table.add_row(
+            finding.part, status_mark, escape(finding.seen), escape("" if finding.works else finding.hint)
+        )
     if not as_json:
-        tables.console().print(table)
+        tables.console().print(part_table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)
 
@@ -546,10 +569,10 @@ def serve(
 
     if kind == "embedded":
         _refuse_options_of_vllm(gpus, lora_rank, sync, routed_experts)
-    numbers = _gpu_numbers(gpus)
-    settings = EngineSettings(
+    gpu_numbers = _gpu_numbers(gpus)
+    engine_settings = EngineSettings(
         kind=kind,
-        replicas=[numbers] if numbers else 1,
+        replicas=[gpu_numbers] if gpu_numbers else 1,
         threads=threads or "auto",
         max_batch=max_batch,
         kv_cache_mb=kv_cache_mb,
@@ -561,7 +584,7 @@ def serve(
     if training:
         _refuse_options_of_runs(lora_targets, sync, routed_experts, kept_sets, weights_from)
         _serve_training(
-            settings,
+            engine_settings,
             lora_rank,
             model=model,
             state=state,
@@ -573,16 +596,16 @@ def serve(
             device=device,
         )
         return
-    targets = tuple(target for target in lora_targets.split(",") if target)
+    target_layers = tuple(layer_name for layer_name in lora_targets.split(",") if layer_name)
     serve_model(
         model_dir(model),
-        settings,
+        engine_settings,
         door=Door(host=host, port=port, key=key_of(api_key_env, none=no_key)),
         name=model,
         key_variable=api_key_env,
         max_context=max_context,
         lora_rank=lora_rank,
-        lora_targets=targets,
+        lora_targets=target_layers,
         kept_sets=kept_sets,
     )
 
@@ -592,10 +615,10 @@ def _gpu_numbers(gpus: str) -> list[int]:
 
     if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
         raise UsageError(f"--gpus {gpus!r}: write their numbers as 0,1")
-    numbers = [int(number) for number in gpus.split(",") if number]
-    if numbers:
-        check_gpus(numbers)
-    return numbers
+    gpu_numbers = [int(gpu_number) for gpu_number in gpus.split(",") if gpu_number]
+    if gpu_numbers:
+        check_gpus(gpu_numbers)
+    return gpu_numbers
 
 
 def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts: bool) -> None:
@@ -613,24 +636,24 @@ def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts
 def _refuse_options_of_runs(
     lora_targets: str, sync: str, routed_experts: bool, kept_sets: bool, weights_from: list[str] | None
 ) -> None:
-    options = {
+    run_options = {
         "--lora-targets": lora_targets,
         "--sync": sync != "auto",
         "--routed-experts": routed_experts,
         "--kept-sets": kept_sets,
         "--weights-from": weights_from,
     }
-    if typed := [name for name, value in options.items() if value]:
-        hint = "leave it out: the server trains the adapters that its engine gets"
-        raise UsageError(f"{typed[0]} is for engines of runs, not for --training: {hint}")
+    if typed_options := [option_name for option_name, option_value in run_options.items() if option_value]:
+        correction = "leave it out: the server trains the adapters that its engine gets"
+        raise UsageError(f"{typed_options[0]} is for engines of runs, not for --training: {correction}")
 
 
 def _serve_training(engine: EngineSettings, lora_rank: int, **settings: Any) -> None:
     with quick_imports():
         from agentrl.run.training_server.training_server import TrainingServerSettings, serve_training
 
-    ranks = {"lora_rank": lora_rank} if lora_rank else {}
-    serve_training(TrainingServerSettings(engine=engine, **ranks, **settings))
+    rank_settings = {"lora_rank": lora_rank} if lora_rank else {}
+    serve_training(TrainingServerSettings(engine=engine, **rank_settings, **settings))
 
 
 @app.command("vllm-plugin")
@@ -640,8 +663,8 @@ def vllm_plugin(
     """Copy our vLLM plugin into a folder and print its path: PYTHONPATH=$(agentrl vllm-plugin) vllm serve …"""
     from agentrl.engine.vllm.launch import carry_plugin
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = (folder or cache / "agentrl" / "vllm-plugin").resolve()
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (folder or cache_folder / "agentrl" / "vllm-plugin").resolve()
     try:
         carry_plugin(folder)
     except OSError as error:
@@ -655,14 +678,20 @@ def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help="loop, engine, weights, sandbox …")]
 ) -> None:
     """Run a benchmark of this source checkout. It gets all further arguments, `--help` too."""
-    folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    benchmarks = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
-    names = ", ".join(sorted(benchmarks)) or "none: benchmarks come with a source checkout, not with the package"
+    benchmark_folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    benchmarks = {
+        script_path.stem: script_path
+        for script_path in benchmark_folder.glob("*.py")
+        if not script_path.stem.startswith("_")
+    }
+    benchmark_names = (
+        ", ".join(sorted(benchmarks)) or "none: benchmarks come with a source checkout, not with the package"
+    )
     if name in ("-h", "--help"):
-        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {names}")
+        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {benchmark_names}")
         return
     if name not in benchmarks:
-        raise UsageError(f"no benchmark {name!r}; known: {names}")
+        raise UsageError(f"no benchmark {name!r}; known: {benchmark_names}")
     sys.stdout.flush()
     os.execv(
         sys.executable, [sys.executable, str(benchmarks[name]), *context.args]

@@ -71,17 +71,17 @@ def trace(
 
     if out is not None and otlp is not None:
         raise UsageError("--out writes a file, --otlp sends spans: give one of them")
-    folder = RunDir.open(run)
+    run_folder = RunDir.open(run)
     out = out or run / "trace.json.gz"
-    with RunStore.read(folder.store_path) as store:
-        learner, episodes = learner_spans(store), episode_spans(store, time.time())
+    with RunStore.read(run_folder.store_path) as run_store:
+        spans_of_learner, spans_of_episodes = learner_spans(run_store), episode_spans(run_store, time.time())
         if otlp is not None:
-            spans, exporter = itertools.chain(learner, episodes), otlp_exporter(otlp)
-            sent = export_spans(spans, exporter, run=str(run), model=folder.config().model)
-            print(f"{sent} spans are at {otlp}")
+            all_spans, exporter = itertools.chain(spans_of_learner, spans_of_episodes), otlp_exporter(otlp)
+            span_count = export_spans(all_spans, exporter, run=str(run), model=run_folder.config().model)
+            print(f"{span_count} spans are at {otlp}")
             return
-        events = write_trace(learner, episodes, out)
-    print(f"{events} events in {out}: open it on https://ui.perfetto.dev, which keeps it in the browser")
+        event_count = write_trace(spans_of_learner, spans_of_episodes, out)
+    print(f"{event_count} events in {out}: open it on https://ui.perfetto.dev, which keeps it in the browser")
 
 
 def sft(
@@ -101,13 +101,13 @@ def sft(
     if resume is not None and (out or overwrite):
         raise UsageError("--resume goes on in its own folder: leave out --out and --overwrite")
     if resume is not None:
-        folder, last = resume, training.resume(resume, settings or [], notify=print)
+        out_folder, checkpoint_path = resume, training.resume(resume, settings or [], notify=print)
     else:
         assert file is not None
-        config = training.load(file, settings or [])
-        folder = out or Path("runs") / config.name
-        last = training.train(config, folder, notify=print, overwrite=overwrite)
-    print(f"checkpoint: {last}\nbegin a run with it: agentrl train RUN_FILE --set model={folder}")
+        sft_config = training.load(file, settings or [])
+        out_folder = out or Path("runs") / sft_config.name
+        checkpoint_path = training.train(sft_config, out_folder, notify=print, overwrite=overwrite)
+    print(f"checkpoint: {checkpoint_path}\nbegin a run with it: agentrl train RUN_FILE --set model={out_folder}")
 
 
 def retrain(
@@ -127,63 +127,66 @@ def retrain(
         from agentrl.offline.retrain_step import retrain as train_again
     from agentrl.run.run_folder import RunDir
 
-    run = RunDir.open(path)
-    again = train_again(
-        run, step, settings=settings or [], out=out, dump=dump, notify=lambda line: print(line, file=sys.stderr)
+    run_folder = RunDir.open(path)
+    retrained = train_again(
+        run_folder, step, settings=settings or [], out=out, dump=dump, notify=lambda line: print(line, file=sys.stderr)
     )
     if as_json:
-        tables.print_json({**asdict(again), "equal": again.equal})
+        tables.print_json({**asdict(retrained), "equal": retrained.equal})
     else:
         console = tables.console()
-        console.print(_table(again))
-        for line in lines(again):
-            console.print(line, markup=False, highlight=False)
+        console.print(_table(retrained))
+        for result_line in lines(retrained):
+            console.print(result_line, markup=False, highlight=False)
     # With other settings the weights are meant to differ: then a difference is the result and no failure.
-    if not again.equal and not again.settings:
+    if not retrained.equal and not retrained.settings:
         raise SystemExit(1)
 
 
 def _table(again: Retrained) -> Table:
-    begun = again.begun or "the weights that the run began with"
-    title = f"step {again.step}: {again.groups} groups, {again.episodes} episodes, from {begun}"
-    table = Table("metric", "in the run", "again", "", title=title, title_justify="left")
-    was, now = (dict(_leaves(metrics)) for metrics in (again.recorded or {}, again.metrics))
-    for name, value in now.items():
-        if not name.startswith(("seconds.", "use.")):
-            recorded = was.get(name)
-            table.add_row(
-                name,
-                _format_value(recorded),
-                _format_value(value),
-                "" if again.recorded is None or recorded == value else "differs",
+    start_weights = again.begun or "the weights that the run began with"
+    table_title = f"step {again.step}: {again.groups} groups, {again.episodes} episodes, from {start_weights}"
+    metric_table = Table("metric", "in the run", "again", "", title=table_title, title_justify="left")
+    recorded_metrics, retrained_metrics = (
+        dict(_leaves(metric_tree)) for metric_tree in (again.recorded or {}, again.metrics)
+    )
+    for metric_name, metric_value in retrained_metrics.items():
+        if not metric_name.startswith(("seconds.", "use.")):
+            recorded_value = recorded_metrics.get(metric_name)
+            metric_table.add_row(
+                metric_name,
+                _format_value(recorded_value),
+                _format_value(metric_value),
+                "" if again.recorded is None or recorded_value == metric_value else "differs",
             )
-    return table
+    return metric_table
 
 
 def lines(again: Retrained) -> Iterator[str]:
     """Yield the lines to print below the table."""
-    of, wrong = f"step {again.step}", again.difference
-    if wrong is not None:
-        names = ", ".join(wrong.tensors[:3]) + (", …" if len(wrong.tensors) > 3 else "")
-        since = "" if wrong.step == again.step else f" since step {wrong.step}"
-        yield f"{of}: the weights DIFFER{since} from the run's, in {len(wrong.tensors)} of {wrong.of} tensors: {names}"
+    step_label, difference = f"step {again.step}", again.difference
+    if difference is not None:
+        tensor_names = ", ".join(difference.tensors[:3]) + (", …" if len(difference.tensors) > 3 else "")
+        since_text = "" if difference.step == again.step else f" since step {difference.step}"
+        counts = f"{len(difference.tensors)} of {difference.of} tensors"
+        yield f"{step_label}: the weights DIFFER{since_text} from the run's, in {counts}: {tensor_names}"
     if again.settings:
-        yield f"{of}: trained otherwise on purpose ({', '.join(again.settings)}): its weights are not the run's"
+        yield f"{step_label}: trained otherwise on purpose ({', '.join(again.settings)}): its weights are not the run's"
     elif again.equal:
-        yield f"{of}: the weights of all {again.tensors} tensors are bit-equal to those of the run"
-    elif wrong is None:
-        yield f"{of}: the run recorded no hash of its weights, nothing was compared"
-    yield from (f"not as in the run: {note}" for note in again.notes)
+        yield f"{step_label}: the weights of all {again.tensors} tensors are bit-equal to those of the run"
+    elif difference is None:
+        yield f"{step_label}: the run recorded no hash of its weights, nothing was compared"
+    yield from (f"not as in the run: {deviation}" for deviation in again.notes)
     if again.out is not None:
         yield f"weights: {again.out}"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+    for metric_name, metric_value in values.items():
+        if isinstance(metric_value, dict):
+            yield from _leaves(cast("dict[str, Any]", metric_value), f"{prefix}{metric_name}.")
         else:
-            yield prefix + name, value
+            yield prefix + metric_name, metric_value
 
 
 def _format_value(value: Any) -> str:

@@ -39,71 +39,75 @@ def plan(
     with quick_imports():
         from agentrl.planning import plan as planning
 
-    of = planning.gpu_of(gpu)
-    config, chosen = planning.started(configuration.load(file, settings), of, n)
-    work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
-    planned = planning.plan(config, of, n, work)
+    gpu_kind = planning.gpu_of(gpu)
+    run_config, chosen_settings = planning.started(configuration.load(file, settings), gpu_kind, n)
+    workload = planning.Work(row=row or run_config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
+    gpu_plan = planning.plan(run_config, gpu_kind, n, workload)
     if as_json:
-        best = None if planned.best is None else {**asdict(planned.best), "step_s": planned.best.step_s}
-        print(json.dumps({"chosen": chosen, **asdict(planned), "best": best}, indent=2))
-        if best is None:
+        best_split = None if gpu_plan.best is None else {**asdict(gpu_plan.best), "step_s": gpu_plan.best.step_s}
+        print(json.dumps({"chosen": chosen_settings, **asdict(gpu_plan), "best": best_split}, indent=2))
+        if best_split is None:
             raise SystemExit(1)
         return
     console = tables.console()
-    if chosen:
-        values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
-        console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)
-    for line in _describe(planned, work, price):
-        console.print(line, markup=False, highlight=False)
-    console.print(_table(planned))
-    if planned.best is None:
-        for change in dict.fromkeys(planning.changes(config, of, n, work)):
-            console.print(f"It fits with {change}", markup=False, highlight=False)
+    if chosen_settings:
+        chosen_text = ", ".join(
+            f"{setting_key} = {setting_value!r}" for setting_key, setting_value in chosen_settings.items()
+        )
+        console.print(f"As train chooses on such a machine with vLLM: {chosen_text}", markup=False, highlight=False)
+    for text_line in _describe(gpu_plan, workload, price):
+        console.print(text_line, markup=False, highlight=False)
+    console.print(_table(gpu_plan))
+    if gpu_plan.best is None:
+        for fitting_change in dict.fromkeys(planning.changes(run_config, gpu_kind, n, workload)):
+            console.print(f"It fits with {fitting_change}", markup=False, highlight=False)
         raise SystemExit(1)
 
 
 def _describe(planned: Plan, work: Work, price: float | None) -> list[str]:
-    parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
-    sizes = ", ".join(f"{name} {getattr(planned.held, name) / 1e9:.2f}" for name in parts)
-    host = f" In host memory wait {planned.held.host / 1e9:.2f} GB of the optimizer." if planned.held.host else ""
+    memory_parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
+    size_text = ", ".join(f"{part_name} {getattr(planned.held, part_name) / 1e9:.2f}" for part_name in memory_parts)
+    host_sentence = (
+        f" In host memory wait {planned.held.host / 1e9:.2f} GB of the optimizer." if planned.held.host else ""
+    )
     learners = 1 if planned.best is None else planned.best.learners
-    each = (
+    division_sentence = (
         ""
         if planned.best is None or learners < 2
         else (
             f" Divided over the {learners} GPUs of the best way, each holds {planned.best.learner_bytes / 1e9:.2f} GB."
         )
     )
-    lines = [
-        f"A learner on one GPU of {planned.gpu.memory_gb:g} GB holds {planned.held.total / 1e9:.2f} GB: {sizes}."
-        f"{host}{each}",
+    plan_lines = [
+        f"A learner on one GPU of {planned.gpu.memory_gb:g} GB holds {planned.held.total / 1e9:.2f} GB: {size_text}."
+        f"{host_sentence}{division_sentence}",
         f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
         f"group shares; {work.mfu:.0%} of {planned.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
         f"{planned.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
         "is skipped for want of signal.",
     ]
-    best = planned.best
-    if best is None:
-        return [*lines, "It does not fit."]
-    if best.host_bytes:
-        lines.append(
-            f"By turns: {best.engine_bytes / 1e9:.2f} GB on the GPU while the engine samples, "
-            f"{best.learner_bytes / 1e9:.2f} while the learner steps; {best.host_bytes / 1e9:.2f} GB wait in host "
-            f"memory, and a step spends {best.swap_s:.3g} s on bringing one and the other there."
+    best_split = planned.best
+    if best_split is None:
+        return [*plan_lines, "It does not fit."]
+    if best_split.host_bytes:
+        plan_lines.append(
+            f"By turns: {best_split.engine_bytes / 1e9:.2f} GB on the GPU while the engine samples, "
+            f"{best_split.learner_bytes / 1e9:.2f} while the learner steps; {best_split.host_bytes / 1e9:.2f} GB wait"
+            f" in host memory, and a step spends {best_split.swap_s:.3g} s on bringing one and the other there."
         )
-    room_mb = int(best.cache_room) >> 20
-    if best.at_once < planned.max_running and room_mb > 1.1 * planned.cache_mb:
-        lines.append(
-            f"Keys and values of {best.at_once} episodes at once, of rollout.max_running = {planned.max_running}, fill "
-            f"engine.kv_cache_mb = {planned.cache_mb}: there is room for --set engine.kv_cache_mb={room_mb}"
+    cache_room_mb = int(best_split.cache_room) >> 20
+    if best_split.at_once < planned.max_running and cache_room_mb > 1.1 * planned.cache_mb:
+        plan_lines.append(
+            f"Keys and values of {best_split.at_once} episodes at once, of rollout.max_running = {planned.max_running},"
+            f" fill engine.kv_cache_mb = {planned.cache_mb}: there is room for --set engine.kv_cache_mb={cache_room_mb}"
         )
-    hours = planned.n * best.step_s * 1000 / 3600
-    cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"
+    gpu_hours = planned.n * best_split.step_s * 1000 / 3600
+    cost_text = "" if price is None else f", {gpu_hours * price:.3g} at {price:g} an hour"
     return [
-        *lines,
-        f"Best: {_name(best.engines, best.learners)}, {best.step_s:.3g} s a step, "
-        f"{planned.tokens_per_step / best.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best.max_lag}; 1,000 steps "
-        f"take {hours:.3g} GPU hours{cost}.",
+        *plan_lines,
+        f"Best: {_name(best_split.engines, best_split.learners)}, {best_split.step_s:.3g} s a step, "
+        f"{planned.tokens_per_step / best_split.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best_split.max_lag};"
+        f" 1,000 steps take {gpu_hours:.3g} GPU hours{cost_text}.",
     ]
 
 
@@ -112,28 +116,34 @@ def _name(engines: int, learners: int) -> str:
 
 
 def _table(planned: Plan) -> Table:
-    table = Table("engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s")
-    for name in ("sampled tokens/s", "max_lag"):
-        table.add_column(name)
-    for split in planned.splits:
-        table.add_row(
-            f"{split.engines} + {split.learners}"
-            if split.engines
+    split_table = Table(
+        "engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s"
+    )
+    for column_name in ("sampled tokens/s", "max_lag"):
+        split_table.add_column(column_name)
+    for gpu_split in planned.splits:
+        split_table.add_row(
+            f"{gpu_split.engines} + {gpu_split.learners}"
+            if gpu_split.engines
             else "1, by turns"
-            if split.host_bytes
+            if gpu_split.host_bytes
             else "1, shared",
-            "yes" if split.fits else "no",
-            f"{split.learner_bytes / 1e9:.1f}",
-            f"{split.engine_bytes / 1e9:.1f}",
-            str(split.at_once),
+            "yes" if gpu_split.fits else "no",
+            f"{gpu_split.learner_bytes / 1e9:.1f}",
+            f"{gpu_split.engine_bytes / 1e9:.1f}",
+            str(gpu_split.at_once),
             *(
-                (f"{split.learner_s:.3g}", f"{split.engine_s:.3g}", f"{planned.tokens_per_step / split.step_s:,.0f}")
-                if split.fits
+                (
+                    f"{gpu_split.learner_s:.3g}",
+                    f"{gpu_split.engine_s:.3g}",
+                    f"{planned.tokens_per_step / gpu_split.step_s:,.0f}",
+                )
+                if gpu_split.fits
                 else ("-", "-", "-")
             ),
-            str(split.max_lag) if split.fits else "-",
+            str(gpu_split.max_lag) if gpu_split.fits else "-",
         )
-    return table
+    return split_table
 
 
 def simulate(
@@ -156,8 +166,8 @@ def simulate(
     """Play a run in virtual time: what lag, quorum, slots and split of GPUs would give."""
     from agentrl.planning.simulate.sweep import Wishes, advice, limits, not_reproduced, plan, run_all, table
 
-    config = _config(file, run, settings or [])
-    wishes = Wishes(
+    run_config = _config(file, run, settings or [])
+    sweep_wishes = Wishes(
         episode=episode,
         step_s=step_s,
         slots=slots,
@@ -170,30 +180,32 @@ def simulate(
     )
     measured = None if run is None else _measured(run)
     console = tables.console()
-    rows = run_all(plan(config, wishes, measured))
+    result_rows = run_all(plan(run_config, sweep_wishes, measured))
     if str(out) == "-":
-        print(json.dumps([row.document() for row in rows], indent=2))
+        print(json.dumps([result_row.document() for result_row in result_rows], indent=2))
         return
-    console.print(table(rows))
+    console.print(table(result_rows))
     if measured is not None:
         # The measured number beside the simulated one: whoever reads the table has to see how far the model is from the
         # run it was fitted to.
-        simulated_idle = next(row.result.idle for row in rows if row.case.present)
+        simulated_idle = next(result_row.result.idle for result_row in result_rows if result_row.case.present)
         console.print(
             f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {simulated_idle:.1%}."
         )
     else:
         console.print("* your settings")
-    for line in limits(config, None if episode else measured):
-        console.print(line, markup=False, highlight=False)
-    other = "" if measured is None or file is not None or settings else not_reproduced(rows, measured.idle)
+    for text_line in limits(run_config, None if episode else measured):
+        console.print(text_line, markup=False, highlight=False)
+    fit_warning = "" if measured is None or file is not None or settings else not_reproduced(result_rows, measured.idle)
     # Advice is left out where the run itself was not reproduced: what a simulation says of other settings is worth no
     # more than what it says of these.
-    if line := other or advice(rows):
-        console.print(line, markup=False, highlight=False)
+    if text_line := fit_warning or advice(result_rows):
+        console.print(text_line, markup=False, highlight=False)
     if out is not None:
         try:
-            out.write_text(json.dumps([row.document() for row in rows], indent=2) + "\n", encoding="utf-8")
+            out.write_text(
+                json.dumps([result_row.document() for result_row in result_rows], indent=2) + "\n", encoding="utf-8"
+            )
         except OSError as error:
             raise UsageError(f"--json {str(out)!r} cannot be written: {error.strerror}") from error
 
@@ -218,7 +230,7 @@ def _measured(run: Path) -> MeasuredRun:
     from agentrl.run.take_orders import returns_of
     from agentrl.store import RunStore
 
-    folder = RunDir.open(run)
-    config = folder.config()
-    with RunStore.read(folder.store_path) as store:
-        return measure(store, config.buffer, end=config.train.steps, returns=returns_of(config))
+    run_folder = RunDir.open(run)
+    run_config = run_folder.config()
+    with RunStore.read(run_folder.store_path) as run_store:
+        return measure(run_store, run_config.buffer, end=run_config.train.steps, returns=returns_of(run_config))

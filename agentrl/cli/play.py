@@ -36,27 +36,32 @@ async def _play(
     env_id: str, seed: int, kwargs: dict[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
     with boundary(EnvError, f"{env_id} raised", place=True):
-        env: AsyncEnv = as_async(make(env_id, **kwargs))
-        person = _Person(env, read, write)
-    task = Task(index=0, env=env_id, seed=seed, kwargs=kwargs)
-    policy = TextPolicy(person.answer, tool_format=env.template_format)
+        environment: AsyncEnv = as_async(make(env_id, **kwargs))
+        human_player = _Person(environment, read, write)
+    played_task = Task(index=0, env=env_id, seed=seed, kwargs=kwargs)
+    text_policy = TextPolicy(human_player.answer, tool_format=environment.template_format)
     try:
-        trajectory, ending = await play_text(
-            env, task, policy, _LIMITS, store=_Shown(env, write), tracebacks=Tracebacks(quiet=True)
+        trajectory, episode_ending = await play_text(
+            environment,
+            played_task,
+            text_policy,
+            _LIMITS,
+            store=_Shown(environment, write),
+            tracebacks=Tracebacks(quiet=True),
         )
     except _Left:
         return False
-    if ending.error is not None:
-        raise cause_of(ending.error)
-    if ending.stop_reason is StopReason.POLICY_FAULT:
-        write(f"episode over: {ending.stop_reason.value} ({ending.detail.partition(': ')[2]})")
+    if episode_ending.error is not None:
+        raise cause_of(episode_ending.error)
+    if episode_ending.stop_reason is StopReason.POLICY_FAULT:
+        write(f"episode over: {episode_ending.stop_reason.value} ({episode_ending.detail.partition(': ')[2]})")
         return False
-    last = trajectory.turns[-1].step
-    assert last is not None
-    person.show(last.observation)
-    total = sum(turn.reward for turn in trajectory.turns)
-    write(f"episode over: outcome {last.outcome}, success {last.success}, step rewards {total:+.2f}")
-    return bool(last.success)
+    last_step = trajectory.turns[-1].step
+    assert last_step is not None
+    human_player.show(last_step.observation)
+    reward_sum = sum(played_turn.reward for played_turn in trajectory.turns)
+    write(f"episode over: outcome {last_step.outcome}, success {last_step.success}, step rewards {reward_sum:+.2f}")
+    return bool(last_step.success)
 
 
 class _Left(Exception):
@@ -70,21 +75,21 @@ class _Person:
         self._read, self._write, self._format = read, write, format_of(env).name
 
     def show(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._write(shown(message))
+        for new_message in messages:
+            self._write(shown(new_message))
 
     async def answer(self, messages: object, news: Sequence[Message], tools: Tools) -> TextAnswer:
         """A typed action. Raises _Left."""
         while True:
             self.show(news)
             try:
-                line = self._read("> ")
+                typed_line = self._read("> ")
             except EOFError:
                 raise _Left from None
-            if line.strip() == "/quit":
+            if typed_line.strip() == "/quit":
                 raise _Left
             try:
-                return TextAnswer(action_of(line, self._format, tools))
+                return TextAnswer(action_of(typed_line, self._format, tools))
             except ValueError as error:
                 self._write(f"({error})")
 
@@ -99,8 +104,8 @@ class _Shown(MemoryStore):
     async def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
         await super().begin(episode_id, fence, start, tools)
         self._write(f"({_HELP})")
-        for schema in self._env.tool_schemas():
-            self._write(f"tool {_signature(schema)}")
+        for tool_schema in self._env.tool_schemas():
+            self._write(f"tool {_signature(tool_schema)}")
 
     async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         await super().journal_step(episode_id, fence, turn_index, step)
@@ -114,24 +119,25 @@ def action_of(line: str, tool_format: str = "hermes", tools: Tools = ()) -> str:
     Raises ValueError for a call that is not of that form."""
     if not line.startswith("/"):
         return line.replace("\\n", "\n")
-    name, *rest = shlex.split(line[1:]) or [""]
-    if not name:
+    tool_name, *argument_words = shlex.split(line[1:]) or [""]
+    if not tool_name:
         raise ValueError("name a tool: /TOOL key=value")
     arguments: dict[str, Json] = {}
-    for part in rest:
-        key, sign, text = part.partition("=")
-        if not sign:
-            raise ValueError(f"{part!r} is not key=value")
+    for argument_word in argument_words:
+        argument_name, equals_sign, value_text = argument_word.partition("=")
+        if not equals_sign:
+            raise ValueError(f"{argument_word!r} is not key=value")
         try:
-            arguments[key] = json.loads(text)
+            arguments[argument_name] = json.loads(value_text)
         except json.JSONDecodeError:
             # What is no JSON is a text, so that a person need not quote words within words.
-            arguments[key] = text
-    form = get_format(tool_format)
-    return form.write(form.spelled(ToolCall(name, arguments), tools))
+            arguments[argument_name] = value_text
+    call_format = get_format(tool_format)
+    return call_format.write(call_format.spelled(ToolCall(tool_name, arguments), tools))
 
 
 def _signature(schema: Mapping[str, Json]) -> str:
     function = schema.get("function", schema)
     parameters = function.get("parameters", {}).get("properties", {})
-    return f"/{function['name']} {' '.join(f'{key}=…' for key in parameters)}: {function.get('description', '')}"
+    arguments = " ".join(f"{argument_name}=…" for argument_name in parameters)
+    return f"/{function['name']} {arguments}: {function.get('description', '')}"

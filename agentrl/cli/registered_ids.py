@@ -42,24 +42,24 @@ class CatalogueEntry:
     @property
     def summary(self) -> str:
         """The first sentence that says more than the id."""
-        text = re.sub(rf"^`{re.escape(self.id)}`[.:] *", "", " ".join(self.text.split()))
-        return text.partition(". ")[0].rstrip(".")
+        doc_text = re.sub(rf"^`{re.escape(self.id)}`[.:] *", "", " ".join(self.text.split()))
+        return doc_text.partition(". ")[0].rstrip(".")
 
 
 def entries(kind: registry.Kind) -> list[CatalogueEntry]:
     """All entries of a kind, sorted by id."""
-    return [_entry(kind, id) for id in registry.ids(kind)]
+    return [_entry(kind, entry_id) for entry_id in registry.ids(kind)]
 
 
 def find(id: str) -> CatalogueEntry:
     """The entry of an id of any kind, or of a reference `module:Class` or `file.py:Class`. Raises UnknownIdError, which
     names the nearest known ids."""
-    for kind in KINDS:
-        if id in registry.ids(kind):
-            return _entry(kind, id)
+    for id_kind in KINDS:
+        if id in registry.ids(id_kind):
+            return _entry(id_kind, id)
     if ":" in id:
         return _entry("environments", id)
-    near_ids = registry.nearest(id, [known_id for kind in KINDS for known_id in registry.ids(kind)])
+    near_ids = registry.nearest(id, [known_id for id_kind in KINDS for known_id in registry.ids(id_kind)])
     hint = f"near: {', '.join(near_ids)}" if near_ids else "see agentrl list"
     if Path(id).is_dir():
         hint += f"; of a run, agentrl status {id} says what it does"
@@ -70,21 +70,30 @@ def _entry(kind: registry.Kind, id: str) -> CatalogueEntry:
     if kind == "columns":
         return CatalogueEntry(kind, id, "", repr(column(id)), ())
     try:
-        maker: Any = registry.resolve(kind, id)
+        constructor: Any = registry.resolve(kind, id)
     except UsageError as error:
         # A row and no failure: one broken package must not take the list of all others away, which is where its user
         # looks for the reason.
         return CatalogueEntry(kind, id, "", f"cannot be imported: {error}", ())
-    target = f"{maker.__module__}:{maker.__qualname__}"
-    parameters = list(parameters_of(maker))
-    plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    import_path = f"{constructor.__module__}:{constructor.__qualname__}"
+    parameters = list(parameters_of(constructor))
+    named_parameters = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
     return CatalogueEntry(
         kind,
         id,
-        target,
-        inspect.getdoc(maker) or "",
-        tuple(Argument(p.name, _annotation(p), None if p.default is p.empty else repr(p.default)) for p in plain),
-        open=len(plain) < len(parameters),
+        import_path,
+        inspect.getdoc(constructor) or "",
+        tuple(
+            Argument(
+                parameter.name,
+                _annotation(parameter),
+                None if parameter.default is parameter.empty else repr(parameter.default),
+            )
+            for parameter in named_parameters
+        ),
+        open=len(named_parameters) < len(parameters),
     )
 
 

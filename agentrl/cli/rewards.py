@@ -25,35 +25,54 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    with RunStore.read(RunDir.open(path).store_path) as store:
-        sources, failed = list(reports(store)), failures(store)
-        functions = by_function([row.values for row in store.metrics.values("step")])
+    with RunStore.read(RunDir.open(path).store_path) as run_store:
+        source_reports, source_failures = list(reports(run_store)), failures(run_store)
+        functions = by_function([step_row.values for step_row in run_store.metrics.values("step")])
     if as_json:
-        document = {"sources": sources, "failures": failed}
-        rows = {name: [asdict(reward) for reward in many] for name, many in document.items()}
-        print(json.dumps({**rows, "functions": functions}, indent=2))
+        document = {"sources": source_reports, "failures": source_failures}
+        report_rows = {
+            row_label: [asdict(source_row) for source_row in source_rows] for row_label, source_rows in document.items()
+        }
+        print(json.dumps({**report_rows, "functions": functions}, indent=2))
         return
-    table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
-    for report in sources:
-        numbers = [f"{value:.3f}" for value in (report.mean, report.least, report.most, report.took_s)]
-        table.add_row(
-            report.source, str(report.version), str(report.turns), str(report.counted), *numbers, f"{report.cost:g}"
+    source_table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
+    for source_report in source_reports:
+        score_cells = [
+            f"{figure:.3f}"
+            for figure in (source_report.mean, source_report.least, source_report.most, source_report.took_s)
+        ]
+        source_table.add_row(
+            source_report.source,
+            str(source_report.version),
+            str(source_report.turns),
+            str(source_report.counted),
+            *score_cells,
+            f"{source_report.cost:g}",
         )
     console = tables.console()
-    if sources or not functions:
-        console.print(table if sources else "no reward source scored a turn of this run")
-    for failure in failed:
-        console.print(printable(str(failure)), markup=False, highlight=False)
-    if texts := [(failure.source, text) for failure in failed for text in failure.texts]:
+    if source_reports or not functions:
+        console.print(source_table if source_reports else "no reward source scored a turn of this run")
+    for source_failure in source_failures:
+        console.print(printable(str(source_failure)), markup=False, highlight=False)
+    if failed_texts := [
+        (source_failure.source, failed_text)
+        for source_failure in source_failures
+        for failed_text in source_failure.texts
+    ]:
         unscored = Table("source", "text without a score", "turns", "why", title="texts that never got a score")
-        for source, text in texts:
-            unscored.add_row(*(escape(printable(cell)) for cell in (source, text.text, str(text.turns), text.reason)))
+        for source_name, failed_text in failed_texts:
+            unscored.add_row(
+                *(
+                    escape(printable(cell_text))
+                    for cell_text in (source_name, failed_text.text, str(failed_text.turns), failed_text.reason)
+                )
+            )
         console.print(unscored)
     if functions:
-        means = Table("reward function", "first steps", "last steps")
-        for name, mean in functions.items():
-            means.add_row(escape(name), f"{mean['first']:.3f}", f"{mean['last']:.3f}")
-        console.print(means)
+        mean_table = Table("reward function", "first steps", "last steps")
+        for row_label, function_means in functions.items():
+            mean_table.add_row(escape(row_label), f"{function_means['first']:.3f}", f"{function_means['last']:.3f}")
+        console.print(mean_table)
 
 
 def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:
@@ -64,7 +83,7 @@ def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in th
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    run = RunDir.open(path)
-    with RunStore.open(run.store_path) as store:
-        version, failed = trio.run(score_again, run.config(), store, source)
-    print(f"scored as version {version} of {source}, {failed} turns failed; see: agentrl rewards {path}")
+    run_folder = RunDir.open(path)
+    with RunStore.open(run_folder.store_path) as run_store:
+        score_version, failed_turns = trio.run(score_again, run_folder.config(), run_store, source)
+    print(f"scored as version {score_version} of {source}, {failed_turns} turns failed; see: agentrl rewards {path}")

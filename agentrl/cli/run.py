@@ -35,26 +35,26 @@ def logs(
     from agentrl.run.reporting.status import holder
     from agentrl.run.run_folder import RunDir
 
-    run, tell = RunDir.open(path), _tell_json if as_json else _tell
-    read: dict[Path, int] = {}
-    first_logs = _chosen(run, part)
+    run_folder, print_lines = RunDir.open(path), _tell_json if as_json else _tell
+    read_positions: dict[Path, int] = {}
+    first_logs = _chosen(run_folder, part)
     if not first_logs and not follow:
         print(f"{path} has no logs: its processes write them while it is under way", file=sys.stderr)
-    for log in first_logs:
-        with log.open("rb") as file:
-            tell(log, *_last(file, n))
-            read[log] = file.tell()
+    for log_path in first_logs:
+        with log_path.open("rb") as log_file:
+            print_lines(log_path, *_last(log_file, n))
+            read_positions[log_path] = log_file.tell()
     while follow:
-        live = holder(run).kind != "nobody"  # before the look: what was written until the end is shown
-        for log in _chosen(run, part):
-            with log.open("rb") as file:
-                position = read.get(log, 0)
-                file.seek(
-                    position if position <= os.fstat(file.fileno()).st_size else 0
+        is_live = holder(run_folder).kind != "nobody"  # before the look: what was written until the end is shown
+        for log_path in _chosen(run_folder, part):
+            with log_path.open("rb") as log_file:
+                position = read_positions.get(log_path, 0)
+                log_file.seek(
+                    position if position <= os.fstat(log_file.fileno()).st_size else 0
                 )  # an attempt began its log anew
-                tell(log, *file.read(_TAIL).decode(errors="replace").splitlines())
-                read[log] = file.tell()
-        if not live:
+                print_lines(log_path, *log_file.read(_TAIL).decode(errors="replace").splitlines())
+                read_positions[log_path] = log_file.tell()
+        if not is_live:
             return
         # Polled, as a log may lie on a network's disk, whose changes the kernel of this machine reports to nobody.
         time.sleep(_POLL_S)
@@ -72,24 +72,24 @@ def tasks(
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    run = RunDir.open(path)
-    config = run.config()
-    with RunStore.read(run.store_path) as store:
-        rows = (
-            failed_tasks.as_rows(store.metrics.failed_tasks(), config)
+    run_folder = RunDir.open(path)
+    run_config = run_folder.config()
+    with RunStore.read(run_folder.store_path) as run_store:
+        task_rows = (
+            failed_tasks.as_rows(run_store.metrics.failed_tasks(), run_config)
             if failed
-            else failed_tasks.all_rows(store, config)
+            else failed_tasks.all_rows(run_store, run_config)
         )
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(task_rows, indent=2))
         return
-    if not rows:
+    if not task_rows:
         print("no episode failed through no doing of the policy" if failed else "no episode has ended")
         return
     console = tables.console()
-    console.print(failed_tasks.table(rows) if failed else failed_tasks.tasks_table(rows))
-    if failed and (line := failed_tasks.skip_hint(rows, path)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(failed_tasks.table(task_rows) if failed else failed_tasks.tasks_table(task_rows))
+    if failed and (hint_line := failed_tasks.skip_hint(task_rows, path)):
+        console.print(hint_line, markup=False, highlight=False, soft_wrap=True)
 
 
 def stop(
@@ -117,7 +117,7 @@ def scale(
 
 
 def _chosen(run: RunDir, part: str | None) -> list[Path]:
-    logs_by_part = {log.stem: log for log in sorted(run.logs.glob("*.log"))}
+    logs_by_part = {log_path.stem: log_path for log_path in sorted(run.logs.glob("*.log"))}
     if part is None:
         return list(logs_by_part.values())
     if part not in logs_by_part:
@@ -127,27 +127,27 @@ def _chosen(run: RunDir, part: str | None) -> list[Path]:
 
 def _last(file: IO[bytes], n: int) -> list[str]:
     """The last n lines, of the last MiB at most."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _TAIL))
-    lines = file.read(_TAIL).decode(errors="replace").splitlines()
-    return lines[-n:] if n else []
+    file_size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_size - _TAIL))
+    last_lines = file.read(_TAIL).decode(errors="replace").splitlines()
+    return last_lines[-n:] if n else []
 
 
 def _tell(log: Path, *lines: str) -> None:
     """Print what a policy and its programs printed, without control characters: none reaches the terminal."""
     from agentrl.env.gymnasium_wrappers import printable
 
-    for line in lines:
-        print(printable(f"{log.stem}: {line}"), flush=True)
+    for log_line in lines:
+        print(printable(f"{log.stem}: {log_line}"), flush=True)
 
 
 def _tell_json(log: Path, *lines: str) -> None:
     """Print each line as an object with its `process`: a line of JSON with its own keys (time, level, message), a line
     of text as a `message` alone."""
-    for line in lines:
-        if line.strip():
-            row = json_log.read(line) or {"message": line}
-            print(json.dumps({"process": log.stem, **row}), flush=True)
+    for log_line in lines:
+        if log_line.strip():
+            log_record = json_log.read(log_line) or {"message": log_line}
+            print(json.dumps({"process": log.stem, **log_record}), flush=True)
 
 
 def submit(
@@ -165,13 +165,15 @@ def submit(
     from agentrl.run.cluster import submit as submitting
     from agentrl.run.run_folder import RunDir
 
-    typed = settings or []
-    config = configuration.load(file, ["cluster.launcher=ray", *typed])
-    place = (out or Path("runs") / config.name).absolute()
+    typed_settings = settings or []
+    run_config = configuration.load(file, ["cluster.launcher=ray", *typed_settings])
+    run_path = (out or Path("runs") / run_config.name).absolute()
     # Looked at here, although the folder is the cluster's: with a shared disk it is the same one, and the refusal comes
     # before a job waits in a queue for it.
-    if RunDir(place).store_path.exists():
-        raise UsageError(f"{place} holds a run: give another --out, or agentrl train --resume {place} on the cluster")
-    job = submitting.submit(address, submitting.entrypoint(file, place, typed), deadline_s=deadline_s)
-    print(f"job {job} of {address} trains in {place}")
-    print(f"next      agentrl status {place}; agentrl logs {place} --follow; agentrl stop {place}")
+    if RunDir(run_path).store_path.exists():
+        raise UsageError(
+            f"{run_path} holds a run: give another --out, or agentrl train --resume {run_path} on the cluster"
+        )
+    job_id = submitting.submit(address, submitting.entrypoint(file, run_path, typed_settings), deadline_s=deadline_s)
+    print(f"job {job_id} of {address} trains in {run_path}")
+    print(f"next      agentrl status {run_path}; agentrl logs {run_path} --follow; agentrl stop {run_path}")

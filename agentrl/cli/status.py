@@ -33,9 +33,11 @@ def status(
     from agentrl.run.run_folder import RunDir
 
     places = places or [Path("runs")]
-    for place in places:
-        if not place.is_dir():
-            raise UsageError(f"{place} is no folder: name a run or the folder of your runs; agentrl train makes one")
+    for run_place in places:
+        if not run_place.is_dir():
+            raise UsageError(
+                f"{run_place} is no folder: name a run or the folder of your runs; agentrl train makes one"
+            )
     # A run has a store in it, a folder of runs has none: `agentrl status` alone lists ./runs.
     if len(places) == 1 and RunDir(places[0]).store_path.exists():
         _show_run(places[0], as_json=as_json)
@@ -48,37 +50,37 @@ def _show_run(path: Path, *, as_json: bool) -> None:
     from agentrl.run.reporting import status as run_status
     from agentrl.run.run_folder import RunDir
 
-    now = run_status.status(RunDir.open(path))
+    run_state = run_status.status(RunDir.open(path))
     if as_json:
-        print(json.dumps(now))
+        print(json.dumps(run_state))
         return
-    for text in run_status.lines(now):
-        for line in text.splitlines():  # it may hold names and errors that a policy or its programs wrote
-            print(printable(line))
+    for status_text in run_status.lines(run_state):
+        for status_line in status_text.splitlines():  # it may hold names and errors that a policy or its programs wrote
+            print(printable(status_line))
 
 
 def _list_runs(places: list[Path], *, as_json: bool) -> None:
     from agentrl.view import run_answers
     from agentrl.view.opened_runs import OpenedRuns
 
-    rows: list[dict[str, Any]] = []
-    opened = OpenedRuns(places)
+    run_rows: list[dict[str, Any]] = []
+    opened_runs = OpenedRuns(places)
     try:
-        for run in opened.all():
+        for opened_run in opened_runs.all():
             try:
-                rows.append(run_answers.line(run))
+                run_rows.append(run_answers.line(opened_run))
             # One folder that cannot be read must not hide the runs beside it.
             except AgentRLError as error:
-                rows.append({"id": run.id, "path": str(run.run.path), "error": str(error)})
+                run_rows.append({"id": opened_run.id, "path": str(opened_run.run.path), "error": str(error)})
     finally:
-        opened.close()
+        opened_runs.close()
     if as_json:
-        print(json.dumps(rows))
+        print(json.dumps(run_rows))
         return
-    table = Table("run", "state", "step", "left", "success", "held-out", "environment", "tags")
-    for row in rows:
-        table.add_row(*map(escape, _cells(row)))
-    tables.console().print(table if rows else "no runs are here: agentrl train FILE begins one")
+    run_table = Table("run", "state", "step", "left", "success", "held-out", "environment", "tags")
+    for run_row in run_rows:
+        run_table.add_row(*map(escape, _cells(run_row)))
+    tables.console().print(run_table if run_rows else "no runs are here: agentrl train FILE begins one")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -63,8 +63,8 @@ def requeue(
 
     if not failed and not groups:
         raise UsageError(f"say what: agentrl requeue {path} --failed, or --group ID")
-    run = RunDir.open(path)
-    requeued = steering.requeue(run, groups or None, dry_run=dry_run)
-    lines = steering.requeued_lines(run, requeued, dry_run=dry_run)
-    for line in [json.dumps({**asdict(requeued), "dry_run": dry_run})] if as_json else lines:
-        print(line)
+    run_folder = RunDir.open(path)
+    requeued = steering.requeue(run_folder, groups or None, dry_run=dry_run)
+    text_lines = steering.requeued_lines(run_folder, requeued, dry_run=dry_run)
+    for output_line in [json.dumps({**asdict(requeued), "dry_run": dry_run})] if as_json else text_lines:
+        print(output_line)

@@ -29,10 +29,12 @@ def lines(value: Any) -> str:
     if not value and isinstance(value, dict | list):
         return "none"
     if isinstance(value, dict):
-        inner = cast("dict[str, Any]", value).items()
-        return "\n".join(f"{name}: {lines(part).replace(chr(10), ', ')}" for name, part in inner)
+        named_values = cast("dict[str, Any]", value).items()
+        return "\n".join(
+            f"{entry_name}: {lines(nested_value).replace(chr(10), ', ')}" for entry_name, nested_value in named_values
+        )
     if isinstance(value, list):
-        return "\n".join(lines(part).replace("\n", ", ") for part in cast("list[Any]", value))
+        return "\n".join(lines(nested_value).replace("\n", ", ") for nested_value in cast("list[Any]", value))
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -48,16 +48,16 @@ def validate(
     With --out FOLDER, say of each task whether its reward can be trusted, and why not."""
     from agentrl.env.checks.validate import validate as play_oracles
 
-    kwargs = _arguments(settings or [])
-    seeds = None if every else range(seed, seed + n)
+    env_kwargs = _arguments(settings or [])
+    task_seeds = None if every else range(seed, seed + n)
     only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
     if out is not None:
         from agentrl.env.checks.tasks.check_set import SetPlan
 
-        plan = SetPlan(
+        set_plan = SetPlan(
             env_id=env,
-            kwargs=kwargs,
-            seeds=seeds,
+            kwargs=env_kwargs,
+            seeds=task_seeds,
             out=out,
             skip=drop or out / "tasks.skip",
             held_out=_arguments(held_out) if held_out else None,
@@ -65,16 +65,18 @@ def validate(
             task_s=task_s or 900.0,
             jobs=jobs or os.cpu_count() or 1,
         )
-        _check_set(plan, as_json=as_json)
+        _check_set(set_plan, as_json=as_json)
         return
-    if options := [name for name, value in only_with_out.items() if value]:
-        raise UsageError(f"{', '.join(options)}: only with --out FOLDER; leave it out to play the oracles alone")
-    validation = play_oracles(env, seeds=seeds, kwargs=kwargs)
-    dropped = None if drop is None else validation.drop(drop)
+    if misplaced_options := [option_name for option_name, option_value in only_with_out.items() if option_value]:
+        raise UsageError(
+            f"{', '.join(misplaced_options)}: only with --out FOLDER; leave it out to play the oracles alone"
+        )
+    validation = play_oracles(env, seeds=task_seeds, kwargs=env_kwargs)
+    dropped_count = None if drop is None else validation.drop(drop)
     if as_json:
         tables.print_json({"env": env, "right": not validation.faults, **asdict(validation)})
     else:
-        _show_validation(validation, drop, dropped)
+        _show_validation(validation, drop, dropped_count)
     if validation.faults:
         raise SystemExit(1)
 
@@ -82,10 +84,10 @@ def validate(
 def _arguments(settings: list[str]) -> dict[str, Any]:
     from agentrl.config import apply_override
 
-    kwargs: dict[str, Any] = {}
-    for setting in settings:
-        apply_override(kwargs, setting)
-    return kwargs
+    constructor_kwargs: dict[str, Any] = {}
+    for assignment in settings:
+        apply_override(constructor_kwargs, assignment)
+    return constructor_kwargs
 
 
 def _check_set(plan: SetPlan, *, as_json: bool) -> None:
@@ -103,35 +105,43 @@ def _check_set(plan: SetPlan, *, as_json: bool) -> None:
 def _show_verdicts(checked: SetVerdict) -> None:
     from agentrl.env.checks.tasks.verdicts import ORDER, REASONS
 
-    table = Table("verdict", "tasks", "reason", "tasks with it", "what it means")
+    verdict_table = Table("verdict", "tasks", "reason", "tasks with it", "what it means")
     for verdict in reversed(ORDER):
-        reasons = [reason for reason in checked.by_reason if REASONS[reason][0] == verdict]
-        count = str(checked.by_verdict.get(verdict, 0))
-        table.add_row(verdict, count, *("", "", "") if not reasons else _reason(checked, reasons[0]))
-        for reason in reasons[1:]:
-            table.add_row("", "", *_reason(checked, reason))
-    tables.console().print(table)
-    for task in sorted(checked.tasks, key=lambda task: ORDER.index(task.verdict)):
-        for finding in task.findings:
-            words = f"{task.verdict}: {task.task}: {finding.reason}: {' '.join(finding.evidence.split())}"
-            print_line(words)
-    for fault in checked.bad:
-        print_line(f"no task: {fault.task}: {fault.reason}")
-    if (flakes := checked.flakes) is not None:
-        interval = f"{flakes.share:.1%}, 95% interval {flakes.low:.1%} to {flakes.high:.1%}"
-        print_line(f"repeated plays with another outcome: {flakes.count} of {flakes.n} ({interval})")
+        verdict_reasons = [
+            verdict_reason for verdict_reason in checked.by_reason if REASONS[verdict_reason][0] == verdict
+        ]
+        task_count = str(checked.by_verdict.get(verdict, 0))
+        verdict_table.add_row(
+            verdict, task_count, *("", "", "") if not verdict_reasons else _reason(checked, verdict_reasons[0])
+        )
+        for verdict_reason in verdict_reasons[1:]:
+            verdict_table.add_row("", "", *_reason(checked, verdict_reason))
+    tables.console().print(verdict_table)
+    for checked_task in sorted(checked.tasks, key=lambda task: ORDER.index(task.verdict)):
+        for finding in checked_task.findings:
+            sentence = (
+                f"{checked_task.verdict}: {checked_task.task}: {finding.reason}: {' '.join(finding.evidence.split())}"
+            )
+            print_line(sentence)
+    for task_fault in checked.bad:
+        print_line(f"no task: {task_fault.task}: {task_fault.reason}")
+    if (flake_rate := checked.flakes) is not None:
+        interval = f"{flake_rate.share:.1%}, 95% interval {flake_rate.low:.1%} to {flake_rate.high:.1%}"
+        print_line(f"repeated plays with another outcome: {flake_rate.count} of {flake_rate.n} ({interval})")
     if (majority := checked.majority) is not None:
-        words = f"the most frequent answer {checked.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
+        sentence = (
+            f"the most frequent answer {checked.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"
+        )
         interval = f"{majority.share:.1%}, 95% interval {majority.low:.1%} to {majority.high:.1%}"
-        ends = ": more than chance" if checked.suspicious else ""
-        print_line(f"{words} ({interval}; chance {checked.chance:.1%}){ends}")
+        chance_note = ": more than chance" if checked.suspicious else ""
+        print_line(f"{sentence} ({interval}; chance {checked.chance:.1%}){chance_note}")
     if checked.skip is not None:
-        name = checked.skip
-        print_line(f"leave these tasks out by the environment's argument skip = {name}, or by")
-        wrong = [task.id for task in checked.wrong]
-        listed = ", ".join(f'"{id}"' for id in wrong[:MOST_IDS])
-        more = f", and {len(wrong) - MOST_IDS} more ids of {name}" if wrong[MOST_IDS:] else ""
-        print_line(f"rollout.skip_tasks = [{listed}]{more}")
+        skip_path = checked.skip
+        print_line(f"leave these tasks out by the environment's argument skip = {skip_path}, or by")
+        wrong_ids = [checked_task.id for checked_task in checked.wrong]
+        listed_ids = ", ".join(f'"{task_id}"' for task_id in wrong_ids[:MOST_IDS])
+        more_ids = f", and {len(wrong_ids) - MOST_IDS} more ids of {skip_path}" if wrong_ids[MOST_IDS:] else ""
+        print_line(f"rollout.skip_tasks = [{listed_ids}]{more_ids}")
 
 
 def _reason(checked: SetVerdict, reason: str) -> tuple[str, str, str]:
@@ -141,20 +151,33 @@ def _reason(checked: SetVerdict, reason: str) -> tuple[str, str, str]:
 
 
 def _show_validation(validation: Validation, drop: Path | None, dropped: int | None) -> None:
-    table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
-    for tally in validation.tallies:
-        missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
-        turns = f"{tally.turns / tally.episodes:.1f}"
-        table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
+    oracle_table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
+    for oracle_tally in validation.tallies:
+        missed_text = ", ".join(
+            f"{missed_seed} (got {outcome})" for missed_seed, outcome in list(oracle_tally.missed.items())[:10]
+        )
+        mean_turns = f"{oracle_tally.turns / oracle_tally.episodes:.1f}"
+        oracle_table.add_row(
+            oracle_tally.name,
+            f"{oracle_tally.expected:g}",
+            str(oracle_tally.episodes),
+            str(oracle_tally.held),
+            mean_turns,
+            missed_text or "-",
+        )
     if validation.tallies:
-        tables.console().print(table)
+        tables.console().print(oracle_table)
     if validation.tests:
         print_line(f"test ids: {validation.absent} of {validation.tests} are not in the log of the gold patch")
-    for kind, faults in (("no task", validation.bad), ("failed", validation.failed), ("missed", validation.missed)):
-        for fault in faults[:20]:
-            name = "" if fault.task in fault.reason else f"{fault.task}: "
-            print_line(f"{kind}: {name}{fault.reason}")
-        if faults[20:]:
-            print_line(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
+    for fault_kind, task_faults in (
+        ("no task", validation.bad),
+        ("failed", validation.failed),
+        ("missed", validation.missed),
+    ):
+        for task_fault in task_faults[:20]:
+            task_label = "" if task_fault.task in task_fault.reason else f"{task_fault.task}: "
+            print_line(f"{fault_kind}: {task_label}{task_fault.reason}")
+        if task_faults[20:]:
+            print_line(f"{fault_kind}: {len(task_faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
     if drop is not None:
         print_line(f"{dropped} tasks are in {drop}: leave them out by --set skip={drop}")

@@ -39,21 +39,21 @@ def view(
 
     if demo and runs:
         raise UsageError("--demo shows a recorded run: leave the run directories out")
-    with ExitStack() as stack:
-        places = [stack.enter_context(recorded_run())] if demo else runs or [Path("runs")]
-        for place in places:
-            if not place.is_dir():
-                hint = "give run directories, or a folder of such; agentrl view --demo shows a recorded run"
-                raise UsageError(f"{place} is no folder: {hint}")
+    with ExitStack() as exit_stack:
+        run_places = [exit_stack.enter_context(recorded_run())] if demo else runs or [Path("runs")]
+        for run_place in run_places:
+            if not run_place.is_dir():
+                correction = "give run directories, or a folder of such; agentrl view --demo shows a recorded run"
+                raise UsageError(f"{run_place} is no folder: {correction}")
         if bundle is not None:
-            _write_bundle(places, bundle, most)
+            _write_bundle(run_places, bundle, most)
             return
-        address = stack.enter_context(served(places, host=host, port=port, steer=steer and not demo))
-        print(f"{address}\nCtrl-C ends the page, and no run", flush=True)
+        page_address = exit_stack.enter_context(served(run_places, host=host, port=port, steer=steer and not demo))
+        print(f"{page_address}\nCtrl-C ends the page, and no run", flush=True)
         if browser:
             import webbrowser
 
-            webbrowser.open(address)
+            webbrowser.open(page_address)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
@@ -68,12 +68,12 @@ def metrics(
     """Serve figures of runs for Prometheus, until Ctrl-C: steps, metrics, groups, episodes, engines. It only looks."""
     from agentrl.view.run_gauges import exported
 
-    places = runs or [Path("runs")]
-    for place in places:
-        if not place.is_dir():
-            raise UsageError(f"{place} is no folder: give run directories, or a folder of such")
-    with exported(places, host=host, port=port) as address:
-        print(f"{address}\nCtrl-C ends it, and no run", flush=True)
+    run_places = runs or [Path("runs")]
+    for run_place in run_places:
+        if not run_place.is_dir():
+            raise UsageError(f"{run_place} is no folder: give run directories, or a folder of such")
+    with exported(run_places, host=host, port=port) as metrics_address:
+        print(f"{metrics_address}\nCtrl-C ends it, and no run", flush=True)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
@@ -85,8 +85,8 @@ def _write_bundle(places: list[Path], out: Path, most: int) -> None:
 
     if len(places) != 1:
         raise UsageError(f"--bundle {out}: it has one run; give one run directory")
-    episodes = write_bundle(places[0], out, most=most)
-    print(f"{out} has the page with {episodes} episodes, for any web server: python -m http.server -d {out}")
+    episode_count = write_bundle(places[0], out, most=most)
+    print(f"{out} has the page with {episode_count} episodes, for any web server: python -m http.server -d {out}")
 
 
 @contextmanager
@@ -98,6 +98,6 @@ def beside(run: Path, *, serves: bool) -> Generator[None]:
         return
     from agentrl.view.page_server import served
 
-    with served([run]) as address:
-        print(f"see it on {address}", flush=True)
+    with served([run]) as page_address:
+        print(f"see it on {page_address}", flush=True)
         yield
