@@ -55,13 +55,13 @@ class _Sent:
 
     @classmethod
     def parse(cls, text: str) -> _Sent:
-        fields: dict[str, Any] = json.loads(text)
-        place = FeedPosition.parse(json.dumps(fields.pop("place")))
-        return cls(**fields, place=place)
+        sent_fields: dict[str, Any] = json.loads(text)
+        feed_position = FeedPosition.parse(json.dumps(sent_fields.pop("place")))
+        return cls(**sent_fields, place=feed_position)
 
     def to_json(self) -> str:
-        head = {"group": self.group, "part": self.part, "rows": self.rows}
-        return json.dumps({**head, "place": json.loads(self.place.to_json())})
+        sent_fields = {"group": self.group, "part": self.part, "rows": self.rows}
+        return json.dumps({**sent_fields, "place": json.loads(self.place.to_json())})
 
 
 class AppendingTracker(MetricTracker):
@@ -123,23 +123,25 @@ class AppendingTracker(MetricTracker):
     def _send_all(self) -> None:
         # Read from the store, not taken from the event that was passed in: whatever an earlier call could not send is
         # still there, so a network that was down for an hour leaves no hole.
-        with RunStore.read(self._run.store_path, away_s=0) as store:
-            sent = self._known()
-            feed = EventFeed(("on_step", "on_eval"), sent.place)
-            events = feed.read(store)
-            if any(isinstance(event, StepEnded) and event.step <= sent.place.step for event in events):
+        with RunStore.read(self._run.store_path, away_s=0) as run_store:
+            progress = self._known()
+            event_feed = EventFeed(("on_step", "on_eval"), progress.place)
+            new_events = event_feed.read(run_store)
+            if any(
+                isinstance(new_event, StepEnded) and new_event.step <= progress.place.step for new_event in new_events
+            ):
                 self._shut(finished=False)
-                sent = self._sent = _Sent(sent.group, sent.part + 1)
-                feed = EventFeed(("on_step", "on_eval"), sent.place)
-                events = feed.read(store)
-            for event in events:
-                self._ready(sent)
-                self._send(event)
-                feed.mark(event)
-                sent.rows += 1
+                progress = self._sent = _Sent(progress.group, progress.part + 1)
+                event_feed = EventFeed(("on_step", "on_eval"), progress.place)
+                new_events = event_feed.read(run_store)
+            for new_event in new_events:
+                self._ready(progress)
+                self._send(new_event)
+                event_feed.mark(new_event)
+                progress.rows += 1
                 # After each row. A process that is killed between the send and this line sends that one row again,
                 # which trackers take as the same step; saving less often would repeat more.
-                self._save(sent)
+                self._save(progress)
 
     def _send(self, event: Event) -> None:
         if isinstance(event, StepEnded):
@@ -150,8 +152,8 @@ class AppendingTracker(MetricTracker):
     def _ready(self, sent: _Sent) -> None:
         if self._opened == sent.id:
             return
-        name = self._run.path.resolve().name + (f" (part {sent.part})" if sent.part > 1 else "")
-        self.open(TrackedRun(sent.id, sent.group, name, sent.part, self._run.path, self._config))
+        run_name = self._run.path.resolve().name + (f" (part {sent.part})" if sent.part > 1 else "")
+        self.open(TrackedRun(sent.id, sent.group, run_name, sent.part, self._run.path, self._config))
         self._opened = sent.id
         self._save(sent)
 
@@ -172,6 +174,6 @@ class AppendingTracker(MetricTracker):
     def _save(self, sent: _Sent) -> None:
         """Write the file, whole at any instant. Raises OSError; then it is written with the next row."""
         self._path.parent.mkdir(exist_ok=True)
-        part = self._path.with_suffix(".part")
-        part.write_text(sent.to_json(), encoding="utf-8")
-        part.replace(self._path)
+        part_path = self._path.with_suffix(".part")
+        part_path.write_text(sent.to_json(), encoding="utf-8")
+        part_path.replace(self._path)

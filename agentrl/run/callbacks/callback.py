@@ -160,7 +160,9 @@ class Callback:
         }
         # Into the instance and not by assignment to the class: a function given for a hook hides the method of this one
         # object, and `overridden` finds both forms in one way.
-        vars(self).update({key: value for key, value in arguments.items() if value is not None})
+        vars(self).update(
+            {argument_name: argument for argument_name, argument in arguments.items() if argument is not None}
+        )
 
     def on_start(self, run: RunStarted, /) -> None:
         """The run begins or goes on. Called at every start."""
@@ -184,7 +186,9 @@ class Callback:
 def overridden(callback: Callback) -> list[str]:
     """The hooks that a callback has something to do in."""
     return [
-        hook for hook in HOOKS if hook in vars(callback) or getattr(type(callback), hook) != getattr(Callback, hook)
+        hook_name
+        for hook_name in HOOKS
+        if hook_name in vars(callback) or getattr(type(callback), hook_name) != getattr(Callback, hook_name)
     ]
 
 
@@ -195,28 +199,32 @@ def name_of(callback: Callback) -> str:
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks as a list. Raises UsageError for one that would never be called, or that has the name of
     another."""
-    names: set[str] = set()
+    callback_names: set[str] = set()
     for callback in callbacks:
         if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
-            hint = "derive its class from agentrl.Callback, or give agentrl.Callback(on_step=…)"
-            raise UsageError(f"{callback!r} is no callback: {hint}")
-        name = name_of(callback)
-        if name in names:
-            raise UsageError(f"two callbacks have the name {name!r}: give one of them another, name=…")
-        names.add(name)
+            correction = "derive its class from agentrl.Callback, or give agentrl.Callback(on_step=…)"
+            raise UsageError(f"{callback!r} is no callback: {correction}")
+        callback_name = name_of(callback)
+        if callback_name in callback_names:
+            raise UsageError(f"two callbacks have the name {callback_name!r}: give one of them another, name=…")
+        callback_names.add(callback_name)
         if callback.errors not in ("stop", "warn"):
-            raise UsageError(f"callback {name}: errors = {callback.errors!r}: give 'stop' or 'warn'")
-        hooks = overridden(callback)
+            raise UsageError(f"callback {callback_name}: errors = {callback.errors!r}: give 'stop' or 'warn'")
+        hook_names = overridden(callback)
         # A misspelt `on_steps` is no error in Python: the method exists and nobody calls it. A run of two days without
         # its callback is found out too late (law 8).
-        for unknown in [key for key in dir(callback) if key.startswith("on_") and key not in HOOKS]:
-            raise UsageError(f"callback {name}: {unknown} is never called; the hooks are {', '.join(HOOKS)}")
-        if not hooks:
-            raise UsageError(f"callback {name} has no hook: give it one of {', '.join(HOOKS)}")
-        for hook in hooks:
+        for unknown_hook in [
+            attribute for attribute in dir(callback) if attribute.startswith("on_") and attribute not in HOOKS
+        ]:
+            raise UsageError(
+                f"callback {callback_name}: {unknown_hook} is never called; the hooks are {', '.join(HOOKS)}"
+            )
+        if not hook_names:
+            raise UsageError(f"callback {callback_name} has no hook: give it one of {', '.join(HOOKS)}")
+        for hook_name in hook_names:
             # Called from a thread, it would return a coroutine that nobody awaits, and Python's warning comes at the
             # end of the run.
-            if inspect.iscoroutinefunction(getattr(callback, hook)):
-                hint = "hooks run in a thread, so give a function; it may call asyncio.run_coroutine_threadsafe"
-                raise UsageError(f"callback {name}: {hook} is a coroutine function: {hint}")
+            if inspect.iscoroutinefunction(getattr(callback, hook_name)):
+                correction = "hooks run in a thread, so give a function; it may call asyncio.run_coroutine_threadsafe"
+                raise UsageError(f"callback {callback_name}: {hook_name} is a coroutine function: {correction}")
     return list(callbacks)

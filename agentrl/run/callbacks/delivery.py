@@ -86,34 +86,37 @@ class Teller:
         self._abandoned = True
 
     def _run_to_end(self) -> None:
-        path = self._run.store_path
+        store_path = self._run.store_path
         try:
-            with RunStore.open(path, away_s=0) as writes, RunStore.read(path, away_s=0) as reads:
-                self._tell_all(reads, writes)
+            with (
+                RunStore.open(store_path, away_s=0) as writing_store,
+                RunStore.read(store_path, away_s=0) as reading_store,
+            ):
+                self._tell_all(reading_store, writing_store)
         except StoreError as error:
             self.warn(f"gets no more events until the run goes on: {error}")
 
     def _tell_all(self, reads: RunStore, writes: RunStore) -> None:
-        place = FeedPosition()
+        feed_position = FeedPosition()
         if not self.callback.from_start:
-            place = FeedPosition.parse(self._ask(lambda: reads.meta(place_key(self.label))))
-        feed = EventFeed(self._hooks, place)
+            feed_position = FeedPosition.parse(self._ask(lambda: reads.meta(place_key(self.label))))
+        event_feed = EventFeed(self._hooks, feed_position)
         self._tell("on_start", self._ask(lambda: self._started(reads)))
         while not self._ends:
-            closing = self._closing  # before the read: it has all that was there then
-            events = self._ask(lambda: feed.read(reads))
-            for event in events:
-                self._tell(_HOOK_OF[type(event)], event, event.id)
-                feed.mark(event)
+            is_closing = self._closing  # before the read: it has all that was there then
+            new_events = self._ask(lambda: event_feed.read(reads))
+            for new_event in new_events:
+                self._tell(_HOOK_OF[type(new_event)], new_event, new_event.id)
+                event_feed.mark(new_event)
                 if self._ends:
                     break
             # The place is written after the hooks have returned, once for all events of a read. A kill in between
             # delivers these again, with the same ids; writing it before would lose those whose hook had not begun.
             # Twice is what an id lets a callback notice, never is what it cannot.
-            if events and not self.callback.from_start:
-                self._save(feed.place, writes)
-            if len(events) < MOST:
-                if closing:
+            if new_events and not self.callback.from_start:
+                self._save(event_feed.place, writes)
+            if len(new_events) < MOST:
+                if is_closing:
                     break
                 self._wake.wait(_POLL_S)
         self._tell("on_end", self._ask(lambda: self._ended(reads)))
@@ -139,8 +142,8 @@ class Teller:
         )
 
     def _ended(self, reads: RunStore) -> RunEnded:
-        steps = reads.metrics.values("step")
-        return RunEnded(path=self._run.path, step=steps[-1].step if steps else 0, finished=self._finished)
+        step_rows = reads.metrics.values("step")
+        return RunEnded(path=self._run.path, step=step_rows[-1].step if step_rows else 0, finished=self._finished)
 
     @property
     def _ends(self) -> bool:
@@ -162,20 +165,24 @@ class Teller:
 
     def _failed(self, call: str, error: BaseException) -> None:
         """Print the traceback of the first error of a kind, and a line for each whose number is a power of two."""
-        place, kind = place_of(error), type(error).__name__
-        line = f"{call} raised {kind}: {' '.join(str(error).split())}" + f" ({place})" * bool(place)
-        self._raised[kind, place] += 1
-        times = self._raised[kind, place]
-        if times == 1:
-            below = None if error.__traceback__ is None else error.__traceback__.tb_next  # the frame above is ours
-            print("".join(traceback.format_exception(type(error), error, below)).rstrip(), file=sys.stderr)
+        error_place, error_kind = place_of(error), type(error).__name__
+        error_line = f"{call} raised {error_kind}: {' '.join(str(error).split())}" + f" ({error_place})" * bool(
+            error_place
+        )
+        self._raised[error_kind, error_place] += 1
+        error_count = self._raised[error_kind, error_place]
+        if error_count == 1:
+            traceback_below = (
+                None if error.__traceback__ is None else error.__traceback__.tb_next
+            )  # the frame above is ours
+            print("".join(traceback.format_exception(type(error), error, traceback_below)).rstrip(), file=sys.stderr)
         if self.callback.errors == "stop":
             self._broken = True
-            self._stop.fail(CallbackError(f"callback {self.label}: {line}; with errors = 'warn' the run goes on"))
+            self._stop.fail(CallbackError(f"callback {self.label}: {error_line}; with errors = 'warn' the run goes on"))
         # Powers of two: an error that comes with every step of a long run is named about twenty times, not a million
         # times, and its count is never far from the truth.
-        elif times & (times - 1) == 0:
-            self.warn(line + f"; {times} times by now" * (times > 1))
+        elif error_count & (error_count - 1) == 0:
+            self.warn(error_line + f"; {error_count} times by now" * (error_count > 1))
 
     def _save(self, place: FeedPosition, writes: RunStore) -> None:
         """Let the store keep the place; if it cannot, it does the next time."""
@@ -192,10 +199,10 @@ class Teller:
 
     def stands(self, call: _Call) -> str:
         """Describe for how long, and where, a call is under way."""
-        place, event = place_of_thread(self.thread.ident, __file__), f" ({call.event})" * bool(call.event)
+        code_place, event_text = place_of_thread(self.thread.ident, __file__), f" ({call.event})" * bool(call.event)
         return (
-            f"{call.hook}{event} has not returned for {time.monotonic() - call.began_s:.0f} s"
-            + f", at {place}" * bool(place)
+            f"{call.hook}{event_text} has not returned for {time.monotonic() - call.began_s:.0f} s"
+            + f", at {code_place}" * bool(code_place)
         )
 
 
@@ -204,16 +211,20 @@ async def _watch(tellers: Sequence[Teller]) -> None:
     limit_by_call: dict[_Call, float] = {}
     while True:
         for teller in tellers:
-            call = teller.call
-            if call is None:
+            hook_call = teller.call
+            if hook_call is None:
                 continue
-            due_s = limit_by_call.get(call, teller.callback.deadline_s)
-            if time.monotonic() - call.began_s > due_s:
+            call_limit_s = limit_by_call.get(hook_call, teller.callback.deadline_s)
+            if time.monotonic() - hook_call.began_s > call_limit_s:
                 limit_by_call = {
-                    **{earlier: limit_s for earlier, limit_s in limit_by_call.items() if earlier is teller.call},
-                    call: 2 * due_s,
+                    **{
+                        earlier_call: earlier_limit_s
+                        for earlier_call, earlier_limit_s in limit_by_call.items()
+                        if earlier_call is teller.call
+                    },
+                    hook_call: 2 * call_limit_s,
                 }
-                teller.warn(f"{teller.stands(call)}; the run goes on, and its events come later")
+                teller.warn(f"{teller.stands(hook_call)}; the run goes on, and its events come later")
         await trio.sleep(_LOOK_S)
 
 
@@ -223,23 +234,23 @@ def _finish(tellers: Sequence[Teller], finished: bool) -> None:
         teller.close(finished)
     for teller in tellers:
         deadline_s = teller.callback.deadline_s if finished else min(_LATE_S, teller.callback.deadline_s)
-        began_s = since_s = time.monotonic()
-        handled, silent = teller.handled, True
+        closing_began_s = last_progress_s = time.monotonic()
+        handled_count, is_silent = teller.handled, True
         while teller.thread.is_alive():
             teller.thread.join(0.1)
-            now = time.monotonic()
+            current_s = time.monotonic()
             # The deadline begins anew with each event that is handled. A callback with a thousand events to go gets the
             # time that it needs, as long as it gets on; only one that stands still is left behind.
-            if teller.handled != handled:
-                handled, since_s = teller.handled, now
-            if now - since_s > deadline_s:
+            if teller.handled != handled_count:
+                handled_count, last_progress_s = teller.handled, current_s
+            if current_s - last_progress_s > deadline_s:
                 teller.abandon()
-                call = teller.call
-                state = "has not ended" if call is None else teller.stands(call)
-                teller.warn(f"{state}; the run ends without it, and delivers the rest when it goes on")
+                hook_call = teller.call
+                state_text = "has not ended" if hook_call is None else teller.stands(hook_call)
+                teller.warn(f"{state_text}; the run ends without it, and delivers the rest when it goes on")
                 break
-            if silent and now - began_s > _LATE_S:
-                silent = False
+            if is_silent and current_s - closing_began_s > _LATE_S:
+                is_silent = False
                 teller.warn("the run is over; it gets the events until then")
 
 
@@ -252,16 +263,16 @@ async def telling(
     tellers = [Teller(callback, run, config, stop) for callback in callbacks]
     for teller in tellers:
         teller.thread.start()
-    finished = False
+    is_finished = False
     async with trio.open_nursery() as nursery:
         if tellers:
             nursery.start_soon(_watch, tellers)
         try:
             yield
-            finished = True
+            is_finished = True
         finally:
             # Shielded: at Ctrl-C the callbacks still hear of the end, within their deadlines, since a tracker that
             # hears nothing shows the run as alive for ever.
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(partial(_finish, tellers, finished))
+                await trio.to_thread.run_sync(partial(_finish, tellers, is_finished))
         nursery.cancel_scope.cancel()

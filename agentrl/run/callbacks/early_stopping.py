@@ -40,9 +40,13 @@ class EarlyStopping(Callback):
         super().__init__(name=name or f"EarlyStopping({metric})")
         if patience is None and target is None:
             raise UsageError("EarlyStopping would never stop: give it patience=…, target=… or both")
-        for field, value, least in (("patience", patience, 1), ("window", window, 1), ("min_delta", min_delta, 0)):
-            if value is not None and value < least:
-                raise UsageError(f"EarlyStopping: {field} = {value!r}: give at least {least}")
+        for field_name, field_value, least_value in (
+            ("patience", patience, 1),
+            ("window", window, 1),
+            ("min_delta", min_delta, 0),
+        ):
+            if field_value is not None and field_value < least_value:
+                raise UsageError(f"EarlyStopping: {field_name} = {field_value!r}: give at least {least_value}")
         if on not in ("step", "eval") or mode not in ("max", "min"):
             raise UsageError(
                 f"EarlyStopping: on = {on!r}, mode = {mode!r}: on is 'step' or 'eval', mode 'max' or 'min'"
@@ -60,37 +64,45 @@ class EarlyStopping(Callback):
     def on_eval(self, evaluation: EvalEnded) -> None:
         """Count an evaluation."""
         if self.on == "eval" and self.eval_set in (None, evaluation.name):
-            values = {name: getattr(evaluation, name) for name in ("success", "outcome", "turns", "tokens")}
-            self._count(evaluation.step, values)
+            eval_values = {
+                metric_name: getattr(evaluation, metric_name)
+                for metric_name in ("success", "outcome", "turns", "tokens")
+            }
+            self._count(evaluation.step, eval_values)
 
     def _count(self, step: int, values: Mapping[str, Any]) -> None:
         if self.metric not in values:
-            close = ", ".join(nearest(self.metric, list(values))) or ", ".join(values)
-            raise UsageError(f"EarlyStopping: no {self.on} has a metric {self.metric!r}: give {close}")
-        value = values[self.metric]
-        if not isinstance(value, int | float):
+            nearest_names = ", ".join(nearest(self.metric, list(values))) or ", ".join(values)
+            raise UsageError(f"EarlyStopping: no {self.on} has a metric {self.metric!r}: give {nearest_names}")
+        metric_value = values[self.metric]
+        if not isinstance(metric_value, int | float):
             return
         # Undone steps are trained again.
-        self._values = {earlier: figure for earlier, figure in self._values.items() if earlier < step}
-        self._values[step] = float(value)
-        if reason := self._reason():
-            raise StopTraining(f"{reason}, at step {step}")
+        self._values = {
+            earlier_step: earlier_value for earlier_step, earlier_value in self._values.items() if earlier_step < step
+        }
+        self._values[step] = float(metric_value)
+        if stop_reason := self._reason():
+            raise StopTraining(f"{stop_reason}, at step {step}")
 
     def _reason(self) -> str:
         """Why training is to end; "" while it is not."""
-        steps, values = list(self._values), list(self._values.values())
-        if len(values) < self.window:
+        value_steps, metric_values = list(self._values), list(self._values.values())
+        if len(metric_values) < self.window:
             return ""
-        means = [fmean(values[place - self.window : place]) for place in range(self.window, len(values) + 1)]
-        signed = [self._sign * mean for mean in means]
-        if self.target is not None and signed[-1] >= self._sign * self.target:
-            return f"{self.metric} is {means[-1]:g} (target {self.target:g})"
-        best = 0
-        for place, value in enumerate(signed):
+        window_means = [
+            fmean(metric_values[position - self.window : position])
+            for position in range(self.window, len(metric_values) + 1)
+        ]
+        signed_means = [self._sign * window_mean for window_mean in window_means]
+        if self.target is not None and signed_means[-1] >= self._sign * self.target:
+            return f"{self.metric} is {window_means[-1]:g} (target {self.target:g})"
+        best_position = 0
+        for position, signed_mean in enumerate(signed_means):
             # Compared with the best so far and not with the value before: a metric that creeps up by less than
             # `min_delta` a step would never count as better, although it gets far in a hundred steps.
-            best = place if value > signed[best] + self.min_delta else best
-        if self.patience is not None and len(signed) - 1 - best >= self.patience:
-            since = f"since {means[best]:g} at step {steps[best + self.window - 1]}"
-            return f"{self.metric} has not got better for {len(signed) - 1 - best} values, {since}"
+            best_position = position if signed_mean > signed_means[best_position] + self.min_delta else best_position
+        if self.patience is not None and len(signed_means) - 1 - best_position >= self.patience:
+            since_text = f"since {window_means[best_position]:g} at step {value_steps[best_position + self.window - 1]}"
+            return f"{self.metric} has not got better for {len(signed_means) - 1 - best_position} values, {since_text}"
         return ""

@@ -41,14 +41,16 @@ class FeedPosition:
 
     @classmethod
     def parse(cls, text: str | None) -> FeedPosition:
-        fields: dict[str, Any] = json.loads(text) if text else {}
-        place = cls(**fields)
-        place.above = set(place.above)  # JSON has a list
-        return place
+        position_fields: dict[str, Any] = json.loads(text) if text else {}
+        position = cls(**position_fields)
+        position.above = set(position.above)  # JSON has a list
+        return position
 
     def to_json(self) -> str:
-        rest = {name: getattr(self, name) for name in ("attempt", "step", "version", "episodes", "evals")}
-        return json.dumps({**rest, "above": sorted(self.above)})
+        plain_fields = {
+            field_name: getattr(self, field_name) for field_name in ("attempt", "step", "version", "episodes", "evals")
+        }
+        return json.dumps({**plain_fields, "above": sorted(self.above)})
 
 
 class EventFeed:
@@ -64,98 +66,102 @@ class EventFeed:
     def read(self, store: RunStore) -> list[Event]:
         """Return the new events by time; events of one kind stay in their own order, which a clock that jumps does not
         change. There may be more if it returns `MOST` events or more."""
-        kinds = {
+        readers_by_hook = {
             "on_episode": self._episodes,
             "on_weights": self._weights,
             "on_step": self._steps,
             "on_eval": self._evals,
         }
         timed_events: list[tuple[float, Event]] = []
-        for hook, read in kinds.items():
-            latest_s = 0.0
-            for event in read(store) if hook in self._hooks else ():
+        for hook_name, read_events in readers_by_hook.items():
+            latest_time_s = 0.0
+            for new_event in read_events(store) if hook_name in self._hooks else ():
                 # Times of one kind are made to rise: a clock that was set back must not let step 8 come before step 7,
                 # which a callback may rely on.
-                latest_s = max(latest_s, event.time_s)
-                timed_events.append((latest_s, event))
-        return [event for _, event in sorted(timed_events, key=lambda timed: timed[0])]
+                latest_time_s = max(latest_time_s, new_event.time_s)
+                timed_events.append((latest_time_s, new_event))
+        return [new_event for _, new_event in sorted(timed_events, key=lambda timed: timed[0])]
 
     def mark(self, event: Event) -> None:
         """Record that the event was delivered."""
-        place = self.place
+        position = self.place
         match event:
             case StepEnded():
-                place.attempt, place.step = max((place.attempt, place.step), (event.attempt, event.step))
+                position.attempt, position.step = max((position.attempt, position.step), (event.attempt, event.step))
             case WeightsServed():
-                place.version = max(place.version, event.version)
+                position.version = max(position.version, event.version)
             case EvalEnded():
-                first, _, groups = event.id.removeprefix("eval:").partition(":")
-                place.evals[first] = int(groups)
+                first_episode, _, group_count = event.id.removeprefix("eval:").partition(":")
+                position.evals[first_episode] = int(group_count)
             case EpisodeEnded():
-                place.above.add(event.episode)
+                position.above.add(event.episode)
 
     def _steps(self, store: RunStore) -> Iterator[Event]:
-        attempt = store.lineage.attempt  # first: rows of an earlier attempt are all there by then
-        rows = store.metrics.values("step", after=self._after if attempt == self._attempt else -1)
-        for row in rows:
-            if (row.attempt, row.step) > (self.place.attempt, self.place.step):
+        current_attempt = store.lineage.attempt  # first: rows of an earlier attempt are all there by then
+        step_rows = store.metrics.values("step", after=self._after if current_attempt == self._attempt else -1)
+        for step_row in step_rows:
+            if (step_row.attempt, step_row.step) > (self.place.attempt, self.place.step):
                 yield StepEnded(
-                    id=f"step:{row.attempt}:{row.step}",
-                    step=row.step,
-                    attempt=row.attempt,
-                    time_s=row.time_s,
-                    values=row.values,
+                    id=f"step:{step_row.attempt}:{step_row.step}",
+                    step=step_row.step,
+                    attempt=step_row.attempt,
+                    time_s=step_row.time_s,
+                    values=step_row.values,
                 )
-        self._after = rows[-1].step if rows else self._after if attempt == self._attempt else -1
-        self._attempt = attempt
+        self._after = step_rows[-1].step if step_rows else self._after if current_attempt == self._attempt else -1
+        self._attempt = current_attempt
 
     def _weights(self, store: RunStore) -> Iterator[Event]:
-        for served in store.versions.served_versions(self.place.version):
+        for served_version in store.versions.served_versions(self.place.version):
             yield WeightsServed(
-                id=f"weights:{served.version}",
-                version=served.version,
-                step=served.step,
-                time_s=served.confirmed_s,
+                id=f"weights:{served_version.version}",
+                version=served_version.version,
+                step=served_version.step,
+                time_s=served_version.confirmed_s,
             )
 
     def _episodes(self, store: RunStore) -> Iterator[Event]:
-        place = self.place
-        place.episodes = max(place.episodes, self._ended_up_to)
+        position = self.place
+        position.episodes = max(position.episodes, self._ended_up_to)
         # Episodes end out of order, so a single number cannot say which were delivered, and a set of all ids would grow
         # with the run. The number says "all up to here", the set has the few beyond it.
-        place.above = {id for id in place.above if id > place.episodes}
-        after, all_ended, count = place.episodes, True, 0
-        while count < MOST and (rows := store.reads.episodes(after=after, limit=MOST)):
-            for row in rows:
-                all_ended = all_ended and row.state not in ("waiting", "running")
+        position.above = {episode_id for episode_id in position.above if episode_id > position.episodes}
+        after_id, all_ended, event_count = position.episodes, True, 0
+        while event_count < MOST and (episode_rows := store.reads.episodes(after=after_id, limit=MOST)):
+            for episode_row in episode_rows:
+                all_ended = all_ended and episode_row.state not in ("waiting", "running")
                 if all_ended:
-                    self._ended_up_to = row.id
-                if row.stop_reason is not None and row.id not in place.above:
-                    count += 1
-                    yield episode_ended(row, row.stop_reason)
-            after = rows[-1].id
+                    self._ended_up_to = episode_row.id
+                if episode_row.stop_reason is not None and episode_row.id not in position.above:
+                    event_count += 1
+                    yield episode_ended(episode_row, episode_row.stop_reason)
+            after_id = episode_rows[-1].id
 
     def _evals(self, store: RunStore) -> Iterator[Event]:
-        attempt = store.lineage.attempt
+        current_attempt = store.lineage.attempt
         for purpose in store.groups.purposes():
-            read = held_out.read_label(purpose, now=store.versions.current_version().step)
-            groups = sum(store.groups.counts(purpose).values())
+            eval_label = held_out.read_label(purpose, now=store.versions.current_version().step)
+            group_count = sum(store.groups.counts(purpose).values())
             # The number of groups is part of the key: an evaluation in which every episode failed is scheduled again
             # under its old name, and its new result is another event.
-            if read is None or (purpose, groups, attempt) in self._seen or not held_out.finished(store, purpose):
+            if (
+                eval_label is None
+                or (purpose, group_count, current_attempt) in self._seen
+                or not held_out.finished(store, purpose)
+            ):
                 continue
-            self._seen.add((purpose, groups, attempt))
-            rows = store.reads.episodes(purpose, limit=_ALL)
-            result = held_out.result(store, read.name, purpose)
-            if result is None or self.place.evals.get(str(rows[0].id)) == groups:
+            self._seen.add((purpose, group_count, current_attempt))
+            episode_rows = store.reads.episodes(purpose, limit=_ALL)
+            eval_result = held_out.result(store, eval_label.name, purpose)
+            if eval_result is None or self.place.evals.get(str(episode_rows[0].id)) == group_count:
                 continue
             yield EvalEnded(
-                id=f"eval:{rows[0].id}:{groups}",
-                name=read.name,
-                when=read.when,
-                step=read.step,
-                **result.figures(),
-                time_s=max(row.ended_s or 0.0 for row in rows),
+                id=f"eval:{episode_rows[0].id}:{group_count}",
+                name=eval_label.name,
+                when=eval_label.when,
+                step=eval_label.step,
+                **eval_result.figures(),
+                time_s=max(episode_row.ended_s or 0.0 for episode_row in episode_rows),
             )
 
 

@@ -77,20 +77,22 @@ class FileTracker(Callback):
             raise
 
     def _write(self, event: Event) -> None:
-        ids = self._rewrite(self._rows()) if self._ids is None else self._ids
-        if event.id in ids:
+        written_ids = self._rewrite(self._rows()) if self._ids is None else self._ids
+        if event.id in written_ids:
             return
-        if isinstance(event, StepEnded) and (undone := {id for id in ids if _is_undone_by(id, event)}):
-            ids = self._rewrite([row for row in self._rows() if row["id"] not in undone])
-        row = _row(event)
+        if isinstance(event, StepEnded) and (
+            undone_ids := {event_id for event_id in written_ids if _is_undone_by(event_id, event)}
+        ):
+            written_ids = self._rewrite([event_row for event_row in self._rows() if event_row["id"] not in undone_ids])
+        event_row = _row(event)
         # A table whose header lacks a column cannot be appended to. It is written anew, wider, in one rename: readers
         # see the old table or the new one.
-        if self._is_csv and not row.keys() <= set(self._columns):
-            self._rewrite([*self._rows(), row])
+        if self._is_csv and not event_row.keys() <= set(self._columns):
+            self._rewrite([*self._rows(), event_row])
             return
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(self._line(row))
-        ids.add(event.id)
+        with self.path.open("a", encoding="utf-8", newline="") as tracker_file:
+            tracker_file.write(self._line(event_row))
+        written_ids.add(event.id)
 
     @property
     def _is_csv(self) -> bool:
@@ -101,41 +103,49 @@ class FileTracker(Callback):
         this class."""
         if not self.path.exists():
             return []
-        text = self.path.read_text(encoding="utf-8")
+        file_text = self.path.read_text(encoding="utf-8")
         # A line without its end was cut off by a crash. It is dropped here and comes back as an event, since every
         # start delivers them all.
-        complete = text[: text.rfind("\n") + 1]
+        complete_text = file_text[: file_text.rfind("\n") + 1]
         try:
-            rows = (
-                list(csv.DictReader(io.StringIO(complete)))
+            event_rows = (
+                list(csv.DictReader(io.StringIO(complete_text)))
                 if self._is_csv
-                else [json.loads(line) for line in _lines(complete)]
+                else [json.loads(json_line) for json_line in _lines(complete_text)]
             )
-            if not all(isinstance(row["id"], str) for row in rows):
+            if not all(isinstance(event_row["id"], str) for event_row in event_rows):
                 raise ValueError("a row without an id")
-            if self._is_csv and complete and "id" not in next(csv.reader(io.StringIO(complete))):
+            if self._is_csv and complete_text and "id" not in next(csv.reader(io.StringIO(complete_text))):
                 raise ValueError("a table without ids")
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise UsageError(f"{self.path} is no file of FileTracker ({error}): give another one") from None
-        return rows
+        return event_rows
 
     def _rewrite(self, rows: list[dict[str, Json]]) -> set[str]:
         """Have these rows in the file, which is whole at any instant. Returns their ids."""
-        self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        head = [self._line({name: name for name in self._columns})] if self._is_csv and self._columns else []
+        self._columns = list(dict.fromkeys(column_name for event_row in rows for column_name in event_row))
+        header_lines = (
+            [self._line({column_name: column_name for column_name in self._columns})]
+            if self._is_csv and self._columns
+            else []
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("".join([*head, *(self._line(row) for row in rows)]), encoding="utf-8", newline="")
-        part.replace(self.path)
-        self._ids = {str(row["id"]) for row in rows}
+        part_path = self.path.with_name(f"{self.path.name}.part")
+        part_path.write_text(
+            "".join([*header_lines, *(self._line(event_row) for event_row in rows)]), encoding="utf-8", newline=""
+        )
+        part_path.replace(self.path)
+        self._ids = {str(event_row["id"]) for event_row in rows}
         return self._ids
 
     def _line(self, row: Mapping[str, Json]) -> str:
         if not self._is_csv:
             return json.dumps(row) + "\n"
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow([_cell(row.get(name)) for name in self._columns])
-        return line.getvalue()
+        line_buffer = io.StringIO()
+        csv.writer(line_buffer, lineterminator="\n").writerow(
+            [_cell(row.get(column_name)) for column_name in self._columns]
+        )
+        return line_buffer.getvalue()
 
 
 def _lines(text: str) -> list[str]:
@@ -144,9 +154,13 @@ def _lines(text: str) -> list[str]:
 
 def _row(event: Event) -> dict[str, Json]:
     """The event, flat: a step's metrics are columns of it."""
-    fields = asdict(event)
-    values = fields.pop("values", {})
-    return {"kind": _KINDS[type(event)], **fields, **{name: values[name] for name in values if name not in fields}}
+    event_fields = asdict(event)
+    step_values = event_fields.pop("values", {})
+    return {
+        "kind": _KINDS[type(event)],
+        **event_fields,
+        **{value_name: step_values[value_name] for value_name in step_values if value_name not in event_fields},
+    }
 
 
 def _cell(value: Json) -> str:
@@ -158,5 +172,5 @@ def _cell(value: Json) -> str:
 
 def _is_undone_by(id: str, event: StepEnded) -> bool:
     """Whether `id` is of a step that was trained before a restart went back to before `event`."""
-    kind, *numbers = id.split(":")
-    return kind == "step" and int(numbers[0]) < event.attempt and int(numbers[1]) >= event.step
+    event_kind, *id_numbers = id.split(":")
+    return event_kind == "step" and int(id_numbers[0]) < event.attempt and int(id_numbers[1]) >= event.step

@@ -41,36 +41,41 @@ class MLflowTracker(AppendingTracker):
 
     def open(self, run: TrackedRun) -> None:
         """Begin MLflow's run, or go on in it: it is known by its tag `agentrl.id`."""
-        files = run.folder.resolve() / "mlflow"
+        mlflow_folder = run.folder.resolve() / "mlflow"
         if self._uri is None:
-            files.mkdir(parents=True, exist_ok=True)
-        self._client = self._mlflow.MlflowClient(tracking_uri=self._uri or f"sqlite:///{files / 'mlflow.db'}")
+            mlflow_folder.mkdir(parents=True, exist_ok=True)
+        self._client = self._mlflow.MlflowClient(tracking_uri=self._uri or f"sqlite:///{mlflow_folder / 'mlflow.db'}")
         existing = self._client.get_experiment_by_name(self._experiment)
-        place = None if self._uri else (files / "artifacts").as_uri()
-        experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment, place)
+        artifact_url = None if self._uri else (mlflow_folder / "artifacts").as_uri()
+        experiment = (
+            existing.experiment_id if existing else self._client.create_experiment(self._experiment, artifact_url)
+        )
         # Looked up by our own tag: MLflow makes the id of a run itself, and a process that was killed right after
         # making one has not written it down anywhere. The tag is set with the run, in one call.
-        runs = self._client.search_runs([experiment], f"tags.`agentrl.id` = '{run.id}'", max_results=1)
-        if runs:
-            self._id = runs[0].info.run_id
+        matching_runs = self._client.search_runs([experiment], f"tags.`agentrl.id` = '{run.id}'", max_results=1)
+        if matching_runs:
+            self._id = matching_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        tags = {"agentrl.id": run.id, "agentrl.group": run.group}
-        self._id = self._client.create_run(experiment, tags=tags, run_name=run.name).info.run_id
+        run_tags = {"agentrl.id": run.id, "agentrl.group": run.group}
+        self._id = self._client.create_run(experiment, tags=run_tags, run_name=run.name).info.run_id
         parameters = [
-            self._entities.Param(_name(key), str(value)[:_LONGEST])
-            for key, value in _scalars(run.config)
-            if value != ""
+            self._entities.Param(_name(setting_key), str(setting_value)[:_LONGEST])
+            for setting_key, setting_value in _scalars(run.config)
+            if setting_value != ""
         ]
-        for first in range(0, len(parameters), _MOST):
-            self._client.log_batch(self._id, params=parameters[first : first + _MOST])
+        for first_position in range(0, len(parameters), _MOST):
+            self._client.log_batch(self._id, params=parameters[first_position : first_position + _MOST])
         self._client.log_dict(self._id, json.loads(json.dumps(run.config)), "config.json")
 
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         """All numbers at once, at the time of the step."""
-        at_ms = round(time_s * 1000)
-        metrics = [self._entities.Metric(_name(name), value, at_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        step_time_ms = round(time_s * 1000)
+        mlflow_metrics = [
+            self._entities.Metric(_name(metric_name), metric_value, step_time_ms, step)
+            for metric_name, metric_value in values.items()
+        ]
+        self._client.log_batch(self._id, metrics=mlflow_metrics)
 
     def finish(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:
         """Two artifacts: `summary.json` and the curves."""
@@ -84,16 +89,16 @@ class MLflowTracker(AppendingTracker):
 
 def _name(name: str) -> str:
     """A name that MLflow takes: letters, digits and `_-. /:`, and no path that means another one."""
-    parts = [part for part in re.sub(r"[^\w\-. /:]", "_", name).split("/") if part.strip(".")]
-    return "/".join(parts) or "_"
+    path_parts = [path_part for path_part in re.sub(r"[^\w\-. /:]", "_", name).split("/") if path_part.strip(".")]
+    return "/".join(path_parts) or "_"
 
 
 def _scalars(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
     """Every scalar of a nested table, as `table.key`; lists are JSON."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(cast("Mapping[str, Any]", value), f"{above}{key}.")
-        elif isinstance(value, list):
-            yield above + key, json.dumps(value)
-        elif value is not None:
-            yield above + key, value
+    for setting_key, setting_value in values.items():
+        if isinstance(setting_value, Mapping):
+            yield from _scalars(cast("Mapping[str, Any]", setting_value), f"{above}{setting_key}.")
+        elif isinstance(setting_value, list):
+            yield above + setting_key, json.dumps(setting_value)
+        elif setting_value is not None:
+            yield above + setting_key, setting_value

@@ -31,14 +31,14 @@ class TensorBoard(MetricTracker):
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
         try:
-            events: Any = import_module("tensorboard.compat.proto.event_pb2")
+            event_protos: Any = import_module("tensorboard.compat.proto.event_pb2")
             summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
-            writers: Any = import_module("tensorboard.summary.writer.record_writer")
+            record_writers: Any = import_module("tensorboard.summary.writer.record_writer")
         except ImportError as error:
-            hint = install_command("tensorboard")
-            raise UsageError(f"tensorboard is not installed ({error}): {hint}") from None
-        self._event, self._session = events.Event, events.SessionLog
-        self._summary, self._records = summaries.Summary, writers.RecordWriter
+            install_hint = install_command("tensorboard")
+            raise UsageError(f"tensorboard is not installed ({error}): {install_hint}") from None
+        self._event, self._session = event_protos.Event, event_protos.SessionLog
+        self._summary, self._records = summaries.Summary, record_writers.RecordWriter
         self._requested_folder, self._folder = folder, Path()
         self._path: Path | None = None
         self._unwritten: deque[bytes] = deque(maxlen=_MOST)
@@ -59,50 +59,53 @@ class TensorBoard(MetricTracker):
         # steps vanish from the curves without a file being rewritten.
         if step.attempt != self._attempt:
             self._attempt = step.attempt
-            void = self._session(status=self._session.START)
-            self._write(self._event(wall_time=step.time_s, step=step.step, session_log=void))
+            session_log = self._session(status=self._session.START)
+            self._write(self._event(wall_time=step.time_s, step=step.step, session_log=session_log))
         super().on_step(step)
 
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         """One record with all numbers."""
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(self._event(wall_time=time_s, step=step, summary=self._summary(value=scalars)))
+        scalar_values = [
+            self._summary.Value(tag=metric_name, simple_value=metric_value)
+            for metric_name, metric_value in values.items()
+        ]
+        self._write(self._event(wall_time=time_s, step=step, summary=self._summary(value=scalar_values)))
 
     def log_summary(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:
         """The summary as a text, the plot as an image."""
         self._add_text("summary", json.dumps(summary, indent=2), step)
-        png = plot.read_bytes()
-        width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
-        image = self._summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
-        value = self._summary.Value(tag="curves", image=image)
-        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
+        png_bytes = plot.read_bytes()
+        width_px, height_px = int.from_bytes(png_bytes[16:20], "big"), int.from_bytes(png_bytes[20:24], "big")
+        plot_image = self._summary.Image(width=width_px, height=height_px, colorspace=4, encoded_image_string=png_bytes)
+        image_value = self._summary.Value(tag="curves", image=plot_image)
+        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[image_value])))
 
     def _add_text(self, tag: str, text: str, step: int) -> None:
         """A text that TensorBoard shows as it is: Markdown of a block of code."""
-        value = self._summary.Value(tag=f"{tag}/text_summary")
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.dtype = 7  # DT_STRING
-        value.tensor.tensor_shape.dim.add(size=1)
-        value.tensor.string_val.append("".join(f"    {line}\n" for line in text.splitlines()).encode())
-        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
+        text_value = self._summary.Value(tag=f"{tag}/text_summary")
+        text_value.metadata.plugin_data.plugin_name = "text"
+        text_value.tensor.dtype = 7  # DT_STRING
+        text_value.tensor.tensor_shape.dim.add(size=1)
+        text_value.tensor.string_val.append("".join(f"    {text_line}\n" for text_line in text.splitlines()).encode())
+        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[text_value])))
 
     def _write(self, event: Any) -> None:
         """Append a record, after those that could not be written before. Raises OSError; then a new file is begun,
         for a part of the record may be in the old one."""
         self._unwritten.append(event.SerializeToString())
-        path = self._path
+        file_path = self._path
         # Only set again at the end of a call that wrote everything. A record that was torn by a full disk makes
         # TensorBoard stop reading its file there, so whatever comes later goes into a new file.
         self._path = None
-        if path is None:
+        if file_path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-            path = self._folder / name
-            head = self._event(wall_time=time.time(), file_version="brain.Event:2")
-            with path.open("xb") as file:
-                self._records(file).write(head.SerializeToString())
+            file_name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            file_path = self._folder / file_name
+            version_event = self._event(wall_time=time.time(), file_version="brain.Event:2")
+            with file_path.open("xb") as event_file:
+                self._records(event_file).write(version_event.SerializeToString())
         while self._unwritten:
-            with path.open("ab") as file:
-                self._records(file).write(self._unwritten[0])
+            with file_path.open("ab") as event_file:
+                self._records(event_file).write(self._unwritten[0])
             self._unwritten.popleft()
-        self._path = path
+        self._path = file_path

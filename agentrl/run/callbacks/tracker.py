@@ -41,39 +41,39 @@ class MetricTracker(Callback):
 
     def on_eval(self, evaluation: EvalEnded, /) -> None:
         """Send how a held-out set went, as `eval/NAME/success` and so on, `eval/NAME/pass_at/8/low`."""
-        figures = {name: getattr(evaluation, name) for name in FIGURES}
+        figures = {figure_name: getattr(evaluation, figure_name) for figure_name in FIGURES}
         self.log(dict(numbers({"eval": {evaluation.name: figures}})), evaluation.step, evaluation.time_s)
 
 
 def numbers(values: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, float]]:
     """Every number in a row of metrics, with its name; one in a table is `table/name`. Texts, lists and null are left
     out; true is 1."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from numbers(cast("Mapping[str, Json]", value), f"{above}{name}/")
-        elif isinstance(value, bool | int | float):
-            yield above + name, float(value)
+    for metric_name, metric_value in values.items():
+        if isinstance(metric_value, Mapping):
+            yield from numbers(cast("Mapping[str, Json]", metric_value), f"{above}{metric_name}/")
+        elif isinstance(metric_value, bool | int | float):
+            yield above + metric_name, float(metric_value)
 
 
 def made(tables: Mapping[str, Mapping[str, Any]]) -> list[MetricTracker]:
     """The trackers of the run file's `[trackers]`. Raises ConfigError for an unknown id, for arguments that a tracker
     does not take, and for one whose package is not installed."""
-    return [_made(id, arguments) for id, arguments in tables.items()]
+    return [_made(tracker_id, arguments) for tracker_id, arguments in tables.items()]
 
 
 def _made(id: str, arguments: Mapping[str, Any]) -> MetricTracker:
-    field = f"trackers.{id}"
+    config_field = f"trackers.{id}"
     try:
-        maker = registry.resolve("trackers", id)
-        with boundary(lambda line: ConfigError(field, dict(arguments), line), "it cannot be made:", place=True):
-            tracker = maker(**arguments)
+        tracker_maker = registry.resolve("trackers", id)
+        with boundary(lambda line: ConfigError(config_field, dict(arguments), line), "it cannot be made:", place=True):
+            tracker = tracker_maker(**arguments)
     except ConfigError:
         raise
     except AgentRLError as error:
-        raise ConfigError(field, dict(arguments), str(error)) from None
+        raise ConfigError(config_field, dict(arguments), str(error)) from None
     if not isinstance(tracker, MetricTracker):
         raise ConfigError(
-            field, id, "it makes no agentrl.run.callbacks.tracker.MetricTracker: derive its class from that"
+            config_field, id, "it makes no agentrl.run.callbacks.tracker.MetricTracker: derive its class from that"
         )
     tracker.name = f"trackers.{id}"
     return tracker
@@ -90,12 +90,12 @@ def hand_over(trackers: Sequence[MetricTracker], summary: Mapping[str, Any], plo
 
     # All at once and each in a thread: the run is over and its user waits for the prompt. Three servers that are down
     # cost one deadline, not three.
-    threads = [threading.Thread(target=give, args=[tracker], daemon=True) for tracker in trackers]
-    for thread in threads:
-        thread.start()
-    for tracker, thread in zip(trackers, threads, strict=True):
-        thread.join(tracker.deadline_s)
-        if thread.is_alive():
+    summary_threads = [threading.Thread(target=give, args=[tracker], daemon=True) for tracker in trackers]
+    for summary_thread in summary_threads:
+        summary_thread.start()
+    for tracker, summary_thread in zip(trackers, summary_threads, strict=True):
+        summary_thread.join(tracker.deadline_s)
+        if summary_thread.is_alive():
             _warn(tracker, f"has not taken the summary for {tracker.deadline_s:.0f} s; the run ends without it")
 
 

@@ -39,23 +39,35 @@ class WandbTracker(AppendingTracker):
 
     def open(self, run: TrackedRun) -> None:
         """Begin W&B's run, or go on in it; offline each start writes a file of its own for the same run."""
-        folder = run.folder if self._folder is None else Path(self._folder).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        off = ("disable_git", "x_disable_meta", "x_disable_stats", "silent")  # nothing of this machine goes along
-        settings = {**dict.fromkeys(off, True), "console": "off", "save_code": False, "x_save_requirements": False}
+        wandb_folder = run.folder if self._folder is None else Path(self._folder).expanduser()
+        wandb_folder.mkdir(parents=True, exist_ok=True)
+        disabled_settings = (
+            "disable_git",
+            "x_disable_meta",
+            "x_disable_stats",
+            "silent",
+        )  # nothing of this machine goes along
+        wandb_settings = {
+            **dict.fromkeys(disabled_settings, True),
+            "console": "off",
+            "save_code": False,
+            "x_save_requirements": False,
+        }
         try:
             self._logged = self._wandb.init(
                 project=self._project,
                 entity=self._entity,
                 mode=self._mode,
-                dir=str(folder),
+                dir=str(wandb_folder),
                 id=run.id,
                 name=run.name,
                 group=run.group,
                 config=dict(run.config),
                 resume="allow",
                 reinit="create_new",
-                settings=self._wandb.Settings(**settings, init_timeout=self.deadline_s, finish_timeout=self.deadline_s),
+                settings=self._wandb.Settings(
+                    **wandb_settings, init_timeout=self.deadline_s, finish_timeout=self.deadline_s
+                ),
             )
         except BaseException:
             self._wandb.teardown(exit_code=1)  # else W&B's process holds the id, and no later try gets it
