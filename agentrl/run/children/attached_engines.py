@@ -37,10 +37,14 @@ async def free(run: RunDir) -> list[str]:
     """Give each attached engine that is paused whole weights, and resume it. Returns one line on each such engine.
 
     Call it only while no process of the run lives."""
-    config = run.config()
-    if not halts(config):
+    run_config = run.config()
+    if not halts(run_config):
         return []
-    return [line for url in config.engine.urls if (line := await _free_one(url, run, config)) is not None]
+    return [
+        report_line
+        for engine_url in run_config.engine.urls
+        if (report_line := await _free_one(engine_url, run, run_config)) is not None
+    ]
 
 
 async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
@@ -54,8 +58,8 @@ async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
         deadline_s = min(config.engine.admin_deadline_s, _PUSH_S)
         # Short deadlines throughout: the janitor that calls this also removes scratch and ends stray processes, and a
         # server that is gone must not keep it from that.
-        short = config.engine.model_copy(update={"liveness_deadline_s": 2 * deadline_s})
-        await attach(url, weights, config.model_copy(update={"engine": short}), fresh=False)
+        short_settings = config.engine.model_copy(update={"liveness_deadline_s": 2 * deadline_s})
+        await attach(url, weights, config.model_copy(update={"engine": short_settings}), fresh=False)
     except AgentRLError as error:
         return f"{url} may still be paused ({error}): go on with agentrl train --resume {run.path}, or restart it"
     return f"{url} was left paused: it has the weights of step {weights.current.step} now and goes on"
@@ -64,19 +68,23 @@ async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
 def _weights(run: RunDir, config: RunConfig) -> ServedWeights:
     """Return the weights of the newest checkpoint, or the ones that the run began with. The store is only read."""
     checkpoint = newest(run.checkpoints)
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    with RunStore.open(run.store_path) as store:
-        version = store.versions.version_at(step) or WeightVersion(version=0, step=0)
-        objects = objects_of(config.engine, config.name, store.meta, None)
-    return ServedWeights(model=checkpoint or model_dir(config.model), base=version, current=version, store=objects)
+    saved_step = 0 if checkpoint is None else step_of(checkpoint)
+    with RunStore.open(run.store_path) as run_store:
+        saved_version = run_store.versions.version_at(saved_step) or WeightVersion(version=0, step=0)
+        object_folder = objects_of(config.engine, config.name, run_store.meta, None)
+    return ServedWeights(
+        model=checkpoint or model_dir(config.model), base=saved_version, current=saved_version, store=object_folder
+    )
 
 
 def main() -> None:
-    run = RunDir.open(Path(sys.argv[1]))
-    lines = trio.run(free, run)
-    if lines:
-        with (run.logs / "attached.log").open("a") as log:
-            log.writelines(f"{datetime.now().isoformat(timespec='seconds')} {line}\n" for line in lines)
+    run_folder = RunDir.open(Path(sys.argv[1]))
+    report_lines = trio.run(free, run_folder)
+    if report_lines:
+        with (run_folder.logs / "attached.log").open("a") as log_file:
+            log_file.writelines(
+                f"{datetime.now().isoformat(timespec='seconds')} {report_line}\n" for report_line in report_lines
+            )
 
 
 if __name__ == "__main__":

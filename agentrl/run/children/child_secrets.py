@@ -19,19 +19,19 @@ def withheld_from_engine(config: RunConfig) -> Withheld:
 
 def withheld_from_learner(config: RunConfig) -> Withheld:
     """The secrets that the learner does not get."""
-    needed = {*config.engine.secret_env, config.engine.api_key_env or "", *_HUB}
-    return _withheld(config, frozenset(needed), database=False)
+    needed_names = {*config.engine.secret_env, config.engine.api_key_env or "", *_HUB}
+    return _withheld(config, frozenset(needed_names), database=False)
 
 
 def _withheld(config: RunConfig, needed: frozenset[str], *, database: bool) -> Withheld:
-    judges = frozenset(source.api_key_env for source in config.rewards if source.api_key_env)
+    judge_keys = frozenset(source.api_key_env for source in config.rewards if source.api_key_env)
     uses_object_store = config.engine.weights_url is not None  # whose package names its credentials as it likes
     # Withheld by default and handed out by name, not the other way round: a list of what to hide is always one variable
     # behind. The exception is an object store, whose client library reads variables that only its package knows.
-    return Withheld(names=judges - needed, database=database, others=not uses_object_store, needed=needed)
+    return Withheld(names=judge_keys - needed, database=database, others=not uses_object_store, needed=needed)
 
 
 def engine_key_variables(config: RunConfig, *, signs: bool) -> dict[str, str]:
     """The variables of a process that asks the run's own engines, and with `signs` changes them."""
-    key = config.engine.own_key
-    return {} if key is None else key.variables(signs=signs)
+    engine_key = config.engine.own_key
+    return {} if engine_key is None else engine_key.variables(signs=signs)

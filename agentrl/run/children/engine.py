@@ -57,9 +57,9 @@ class WatchedEngines:
         folder: Path | None = None,
     ) -> SupervisedEngine:
         """An engine that is not started yet. `folder` is the run's, if it reads weights from there."""
-        threads, withheld = self.config.engine.fixed_threads, withheld_from_engine(self.config)
+        thread_count, withheld = self.config.engine.fixed_threads, withheld_from_engine(self.config)
         return SupervisedEngine(
-            child=self.registry.create(name, [], threads=threads, withheld=withheld),
+            child=self.registry.create(name, [], threads=thread_count, withheld=withheld),
             port=free_port(),
             socket=self._socket(name),
             scratch=self.run.scratch,
@@ -75,20 +75,20 @@ class WatchedEngines:
             return None
         # A socket in a private folder instead of a TCP port, where all is on one machine: no other user of the machine
         # can connect to it, and no port can be taken between its choice and its use.
-        path = self.sockets / f"{name}.sock"
-        short = hashlib.sha256(name.encode()).hexdigest()[:12]
-        return path if len(os.fsencode(path)) <= _SOCKET_BYTES else self.sockets / f"{short}.sock"
+        socket_path = self.sockets / f"{name}.sock"
+        short_name = hashlib.sha256(name.encode()).hexdigest()[:12]
+        return socket_path if len(os.fsencode(socket_path)) <= _SOCKET_BYTES else self.sockets / f"{short_name}.sock"
 
     def watch(self, name: str, url: str, weights: Callable[[], Awaitable[ServedWeights]] | None) -> EngineWatch:
         """The watch over the engine at `url`. As `EngineWatch`."""
-        watch = EngineWatch(url=url, config=self.config, looks=self.looks, weights=weights, locks=self.run.locks)
-        self.watches[name] = watch
-        return watch
+        engine_watch = EngineWatch(url=url, config=self.config, looks=self.looks, weights=weights, locks=self.run.locks)
+        self.watches[name] = engine_watch
+        return engine_watch
 
     def start_metrics(self) -> None:
         """Keep the engines' own figures in the run's folder from now on."""
-        metrics = EngineMetrics(self.watches, self.run.engine_figures)
-        self.registry.start_task("engine metrics", metrics.run)
+        engine_metrics = EngineMetrics(self.watches, self.run.engine_figures)
+        self.registry.start_task("engine metrics", engine_metrics.run)
 
     async def remove(self, engine: SupervisedEngine) -> None:
         """End the engine and forget it."""
@@ -98,7 +98,7 @@ class WatchedEngines:
     @property
     def troubles(self) -> list[str]:
         """Why engines did not get the current weights."""
-        return [watch.trouble for watch in self.watches.values() if watch.trouble]
+        return [engine_watch.trouble for engine_watch in self.watches.values() if engine_watch.trouble]
 
 
 class WatchedEngine(WatchedChild):

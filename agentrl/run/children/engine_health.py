@@ -62,42 +62,42 @@ class EngineWatch:
         Raises WrongWeights if the engine took its weights but computes with others."""
         deadline_s = self.config.engine.liveness_deadline_s
         async with aclosing(self.client()) as client:
-            heard = trio.current_time()
-            check_at = heard + self._pause_s()
+            last_answer_s = trio.current_time()
+            next_check_s = last_answer_s + self._pause_s()
             while True:
                 await trio.sleep(_LOOK_S)
                 # One request may wait for as long as the engine may be silent at all. With a short deadline for each
                 # look, an engine that is busy with a long prefill would be asked again and again and never get to
                 # answer.
-                left_s = heard + deadline_s - trio.current_time() if hangs is not None else deadline_s
-                version = await _served(client, max(_LOOK_S, left_s))
-                now = trio.current_time()
-                if version is not None:
-                    heard = now
+                remaining_s = last_answer_s + deadline_s - trio.current_time() if hangs is not None else deadline_s
+                served_version = await _served(client, max(_LOOK_S, remaining_s))
+                current_s = trio.current_time()
+                if served_version is not None:
+                    last_answer_s = current_s
                     lives()
                     with suppress(StoreAway):  # then nobody knows which weights are current
-                        halted = await self._halted(client)
-                        if halted:
-                            why = "by somebody else, or by a push of this run that broke off"
-                            self.say(f"agentrl: {self.url} was left paused, {why}: it is made to go on")
-                        if not await self._fits(version) or (halted and halts(self.config)):
-                            await self._fit(version)
-                        elif halted:
+                        is_paused = await self._halted(client)
+                        if is_paused:
+                            pause_cause = "by somebody else, or by a push of this run that broke off"
+                            self.say(f"agentrl: {self.url} was left paused, {pause_cause}: it is made to go on")
+                        if not await self._fits(served_version) or (is_paused and halts(self.config)):
+                            await self._fit(served_version)
+                        elif is_paused:
                             await self._go_on(client)
                         else:
                             self.trouble = ""
-                            if now >= check_at:
+                            if current_s >= next_check_s:
                                 await self._check()
-                                check_at = trio.current_time() + self._pause_s()
-                elif hangs is not None and now - heard >= deadline_s:
+                                next_check_s = trio.current_time() + self._pause_s()
+                elif hangs is not None and current_s - last_answer_s >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
-                    heard = now
+                    last_answer_s = current_s
 
     def client(self) -> EngineClient:
-        key = self.config.engine.key_of(self.url)
+        engine_key = self.config.engine.key_of(self.url)
         if self.weights is not None and self.config.sends_adapters:
-            return AdapterClient(self.url, current=always(None), api_key=key, kind=self.config.engine.kind)
-        return EngineClient(self.url, api_key=key, kind=self.config.engine.kind)
+            return AdapterClient(self.url, current=always(None), api_key=engine_key, kind=self.config.engine.kind)
+        return EngineClient(self.url, api_key=engine_key, kind=self.config.engine.kind)
 
     async def _fits(self, version: int) -> bool:
         """Whether an engine that serves `version` needs no weights. A newer version than the store's is being delivered
@@ -125,8 +125,8 @@ class EngineWatch:
             return False
 
     def _lock(self) -> AbstractAsyncContextManager[None]:
-        name = name_of(self.url, colocated=self.config.engine.colocated)
-        return exclusive(self.locks, name, deadline_s=self.config.engine.admin_deadline_s)
+        lock_name = name_of(self.url, colocated=self.config.engine.colocated)
+        return exclusive(self.locks, lock_name, deadline_s=self.config.engine.admin_deadline_s)
 
     async def _go_on(self, client: EngineClient) -> None:
         try:
@@ -148,8 +148,8 @@ class EngineWatch:
             return
         try:
             async with self._lock():
-                weights = await self.weights()
-                await prove(self.url, self.url, weights, self.config, after="was sent weights by somebody else")
+                served_weights = await self.weights()
+                await prove(self.url, self.url, served_weights, self.config, after="was sent weights by somebody else")
         except WrongWeights:
             raise
         except AgentRLError:  # it is away, or has other weights by now
@@ -158,8 +158,8 @@ class EngineWatch:
     async def _fit(self, served: int) -> None:
         assert self.weights is not None
         try:
-            fresh = not await self.looks(lambda store: store.versions.knows_version(served))
-            await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=fresh)
+            is_unknown = not await self.looks(lambda store: store.versions.knows_version(served))
+            await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=is_unknown)
             self.trouble = ""
         except WrongWeights:
             raise

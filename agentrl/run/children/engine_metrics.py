@@ -67,8 +67,8 @@ class EngineMetrics:
         while True:
             await trio.sleep(EVERY_S)
             async with trio.open_nursery() as nursery:
-                for name, engine in list(self.engines.items()):
-                    nursery.start_soon(self._ask, name, engine)
+                for engine_name, engine in list(self.engines.items()):
+                    nursery.start_soon(self._ask, engine_name, engine)
 
     async def _ask(self, name: str, engine: ScrapedEngine) -> None:
         engine_figures = self._known.setdefault(name, EngineFigures(name))
@@ -77,8 +77,8 @@ class EngineMetrics:
         engine_figures.scrapes, engine_figures.text = engine_figures.scrapes + 1, ""
         with trio.move_on_after(DEADLINE_S), suppress(EngineError):
             async with aclosing(engine.client()) as client:
-                body = await client.call("GET", "/metrics", deadline_s=DEADLINE_S)
-            engine_figures.text = body.decode(errors="replace") if len(body) <= _MOST else ""
+                response_body = await client.call("GET", "/metrics", deadline_s=DEADLINE_S)
+            engine_figures.text = response_body.decode(errors="replace") if len(response_body) <= _MOST else ""
         engine_figures.failed += not engine_figures.text
         engine_figures.time_s = self.clock()
         with suppress(OSError):  # a full disk keeps no figures
@@ -87,18 +87,18 @@ class EngineMetrics:
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    path = folder / f"{quote(document['engine'], safe='')}.json"
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(document), encoding="utf-8")
+    figures_path = folder / f"{quote(document['engine'], safe='')}.json"
+    draft_path = figures_path.with_suffix(".draft")
+    draft_path.write_text(json.dumps(document), encoding="utf-8")
     # Renamed into place, as a reader may come at any instant and half a file is no JSON.
-    draft.replace(path)
+    draft_path.replace(figures_path)
 
 
 def figures(folder: Path) -> list[EngineFigures]:
     """Read the figures of all engines of a run. Files that cannot be read are left out."""
-    engines: list[EngineFigures] = []
-    for path in sorted(folder.glob("*.json")):
+    engine_figures: list[EngineFigures] = []
+    for figures_path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            document = json.loads(path.read_text(encoding="utf-8"))
-            engines.append(EngineFigures(scrapes=document.pop("asked", 0), **document))
-    return engines
+            document = json.loads(figures_path.read_text(encoding="utf-8"))
+            engine_figures.append(EngineFigures(scrapes=document.pop("asked", 0), **document))
+    return engine_figures

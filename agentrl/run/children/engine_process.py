@@ -81,29 +81,45 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role:
     all later ones are only in the learner's memory. Those of a `role` with a model of its own, or of all others. Raises
     RunFailed if its files are gone."""
     current = start.version if config.syncs_memory else store.versions.current_version()
-    path = store.versions.weights_path(current.version)
-    path = None if path is None else file_of(path, role)
-    on_disk = path if path is not None and path.exists() else None
+    weights_path = store.versions.weights_path(current.version)
+    weights_path = None if weights_path is None else file_of(weights_path, role)
+    on_disk = weights_path if weights_path is not None and weights_path.exists() else None
     if on_disk is None and current.step != start.version.step:
         # Read again instead of locked: the learner deletes old weight files while engines start, and a lock between the
         # two would make each of its steps wait for the slowest start of an engine.
         if store.versions.current_version() != current:  # the learner has sent others since, and removed these
             return current_weights(config, store, start, role)
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
-    proof = None
+    weight_canary = None
     if on_disk is not None:
         with suppress(FileNotFoundError):  # there was none, or the learner removes both
-            proof = Canary.read(canary.beside(on_disk))
-    remote = objects_of(config.engine, config.name, store.meta, role)
+            weight_canary = Canary.read(canary.beside(on_disk))
+    object_folder = objects_of(config.engine, config.name, store.meta, role)
     if not config.sends_adapters:
-        base = current if on_disk is None else start.version  # versions of one step have the same weights
-        model = start.model_of(role, config)
-        file = on_disk if on_disk is None or remote is None else remote.of_version(current.version)
-        return ServedWeights(model=model, base=base, current=current, file=file, canary=proof, store=remote)
-    first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
+        base_version = current if on_disk is None else start.version  # versions of one step have the same weights
+        model_folder = start.model_of(role, config)
+        weight_source = (
+            on_disk if on_disk is None or object_folder is None else object_folder.of_version(current.version)
+        )
+        return ServedWeights(
+            model=model_folder,
+            base=base_version,
+            current=current,
+            file=weight_source,
+            canary=weight_canary,
+            store=object_folder,
+        )
+    first_version = (
+        WeightVersion(version=0, step=0) if current.step else current
+    )  # an adapter's tokens carry its own version
     adapter = on_disk or start.adapter
     return ServedWeights(
-        model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
+        model=model_dir(config.model),
+        base=first_version,
+        current=current,
+        adapter=adapter,
+        canary=weight_canary,
+        store=object_folder,
     )
 
 
@@ -144,13 +160,13 @@ class SupervisedEngine:
             try:
                 if await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS):
                     return
-                late = EngineTimeout(f"{self.child.name}: its canary was not answered in time")
+                last_error = EngineTimeout(f"{self.child.name}: its canary was not answered in time")
             except EngineError as error:
-                late = error
+                last_error = error
             if self.child.poll() is not None or trio.current_time() > deadline:
                 # The last error is kept and raised, not the one of the deadline: "no canary in time" says nothing about
                 # an engine that refused the weights ten times.
-                raise late
+                raise last_error
             await trio.sleep(_POLL_S)
 
     async def again(self) -> None:
@@ -161,11 +177,11 @@ class SupervisedEngine:
     async def _start(self) -> None:
         """Start it with the newest weights whose files stay in place while it reads them. On a GPU that it shares by
         turns it waits for the learner's to end."""
-        settings, name = self.config.engine, name_of(self.url, colocated=True)
-        turn = exclusive(self.scratch / LOCKS, name, deadline_s=settings.start_deadline_s)
+        settings, lock_name = self.config.engine, name_of(self.url, colocated=True)
+        gpu_turn = exclusive(self.scratch / LOCKS, lock_name, deadline_s=settings.start_deadline_s)
         # On a GPU that engine and learner share by turns, a start loads weights into memory that the learner may be
         # using. It takes its turn like any other work, or the start and the step both fail for want of memory.
-        async with turn if settings.colocated else nullcontext():
+        async with gpu_turn if settings.colocated else nullcontext():
             await self._started()
 
     async def _started(self) -> None:
@@ -173,14 +189,14 @@ class SupervisedEngine:
             self.host, self.port = await self.child.place(self.port)
         else:
             self.socket.unlink(missing_ok=True)  # of one that was killed
-        weights, began = await self.weights(), trio.current_time()
+        start_weights, start_time_s = await self.weights(), trio.current_time()
         if self.config.engine.kind == "vllm":
-            await self._start_vllm(weights)
+            await self._start_vllm(start_weights)
         elif self.config.engine.kind == "sglang":
-            await self._start_sglang(weights)
+            await self._start_sglang(start_weights)
         else:
-            await self._start_embedded(weights)
-        self.start_s = trio.current_time() - began
+            await self._start_embedded(start_weights)
+        self.start_s = trio.current_time() - start_time_s
 
     async def _start_embedded(self, weights: ServedWeights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
@@ -198,15 +214,15 @@ class SupervisedEngine:
             weights_from=self._places(weights.model),
         )[1:]
         self.child.env = {"TMPDIR": str(self.scratch / "tmp")}
-        if (key := self.config.engine.key_of(self.url)) is not None:
-            self.child.env |= key.variables(signs=True)
+        if (engine_key := self.config.engine.key_of(self.url)) is not None:
+            self.child.env |= engine_key.variables(signs=True)
         self.child.start()
         deadline_s = self.config.engine.start_deadline_s
         with trio.move_on_after(deadline_s):
             while not ready_file.exists():
-                status = self.child.poll()
-                if status is not None:
-                    raise RunFailed(self.child.failure(status))
+                exit_status = self.child.poll()
+                if exit_status is not None:
+                    raise RunFailed(self.child.failure(exit_status))
                 await trio.sleep(_POLL_S)
             return
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
@@ -214,25 +230,35 @@ class SupervisedEngine:
     def _places(self, model: Path) -> list[str]:
         """Return the places of the run's weights: its scratch and folder, the model that it began with, and its object
         store."""
-        places = [self.scratch, model, *([self.folder] if self.folder else [])]
+        weight_places = [self.scratch, model, *([self.folder] if self.folder else [])]
         with suppress(ModelError):  # it has other files
-            places += [
-                part.resolve().parent for part in weight_file.parts(model)
+            weight_places += [
+                weights_part.resolve().parent for weights_part in weight_file.parts(model)
             ]  # the hub's cache names them by links
-        url = self.config.engine.weights_url
-        return [*map(str, places), *([url] if url else []), *self.config.engine.weights_from]
+        object_store_url = self.config.engine.weights_url
+        return [
+            *map(str, weight_places),
+            *([object_store_url] if object_store_url else []),
+            *self.config.engine.weights_from,
+        ]
 
     async def _start_vllm(self, weights: ServedWeights) -> None:
-        settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
-        server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
-        key = self.config.engine.key_of(self.url)
-        server = replace(server, host=self.host, socket=self.socket, **({} if key is None else {"key": key}))
-        server = replace(server, weights_from=tuple(self._places(weights.model)))
-        server.prepare()
-        self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
+        settings, plugin_folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
+        vllm_launch = server_of(self.config, weights.model, port=self.port, plugin_folder=plugin_folder, gpus=self.gpus)
+        engine_key = self.config.engine.key_of(self.url)
+        vllm_launch = replace(
+            vllm_launch, host=self.host, socket=self.socket, **({} if engine_key is None else {"key": engine_key})
+        )
+        vllm_launch = replace(vllm_launch, weights_from=tuple(self._places(weights.model)))
+        vllm_launch.prepare()
+        self.child.python, self.child.argv, self.child.env = (
+            str(vllm_launch.build.python),
+            vllm_launch.argv(),
+            vllm_launch.env(),
+        )
         self.child.start()
         await vllm.ready(
-            server,
+            vllm_launch,
             version=weights.base.version,
             deadline_s=settings.start_deadline_s,
             ended=self._has_ended,
@@ -241,13 +267,13 @@ class SupervisedEngine:
         )
 
     async def _start_sglang(self, weights: ServedWeights) -> None:
-        config, key = self.config, self.config.engine.key_of(self.url)
-        server = server_launch.SGLangLaunch(
+        config, engine_key = self.config, self.config.engine.key_of(self.url)
+        sglang_launch = server_launch.SGLangLaunch(
             model=weights.model,
             host=self.host,
             port=self.port,
             build=server_launch.find_build(),
-            key=EngineKey.fresh() if key is None else key,
+            key=EngineKey.fresh() if engine_key is None else engine_key,
             max_model_len=config.rollout.max_context,
             max_batch=config.engine.max_batch,
             dtype=config.engine.dtype,
@@ -259,10 +285,14 @@ class SupervisedEngine:
             max_loras=adapters_at_once(config),
             arguments=config.engine.sglang,
         )
-        self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
+        self.child.python, self.child.argv, self.child.env = (
+            str(sglang_launch.build.python),
+            sglang_launch.argv(),
+            sglang_launch.env(),
+        )
         self.child.start()
         await server_launch.ready(
-            server,
+            sglang_launch,
             version=weights.base.version,
             deadline_s=config.engine.start_deadline_s,
             ended=self._has_ended,
@@ -290,20 +320,24 @@ async def fit(
     """Give a running engine the current weights, unless the version that it serves `fits` (default: the current or a
     newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
     else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
-    deadline_s, key = config.engine.admin_deadline_s, config.engine.key_of(url)
+    deadline_s, engine_key = config.engine.admin_deadline_s, config.engine.key_of(url)
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
-        newest = await weights()
-        client = EngineClient(url, api_key=key, kind=config.engine.kind)
+        newest_weights = await weights()
+        client = EngineClient(url, api_key=engine_key, kind=config.engine.kind)
         if config.sends_adapters:
-            client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key, kind=config.engine.kind)
+            client = adapters.AdapterClient(
+                url, current=adapters.always(None), api_key=engine_key, kind=config.engine.kind
+            )
         async with aclosing(client):
             # Everything from here to the canary happens under the engine's lock: otherwise the learner may push the
             # next version between the look and the push, and this would put the older one on top of it.
-            served = await client.served_version(deadline_s=deadline_s)
-            halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
-        if halted or not (served >= newest.current.version if fits is None else await fits(served)):
-            await attach(url, newest, config, fresh=fresh)
-        return await prove(name, url, newest, config)
+            served_version = await client.served_version(deadline_s=deadline_s)
+            is_paused = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
+        if is_paused or not (
+            served_version >= newest_weights.current.version if fits is None else await fits(served_version)
+        ):
+            await attach(url, newest_weights, config, fresh=fresh)
+        return await prove(name, url, newest_weights, config)
 
 
 async def prove(
@@ -316,22 +350,26 @@ async def prove(
     part of the run takes care of it, and the result is False."""
     if weights.canary is None:
         return True
-    version, key = weights.current.version, config.engine.key_of(url)
-    client = EngineClient(url, api_key=key, kind=config.engine.kind)
+    current_version, engine_key = weights.current.version, config.engine.key_of(url)
+    client = EngineClient(url, api_key=engine_key, kind=config.engine.kind)
     if weights.adapter is not None:
-        client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key, kind=config.engine.kind)
-    info = update_info(weights.file) if isinstance(weights.file, Path) else None
+        client = adapters.AdapterClient(
+            url, current=adapters.always(current_version), api_key=engine_key, kind=config.engine.kind
+        )
+    file_update = update_info(weights.file) if isinstance(weights.file, Path) else None
     deadline_s = config.engine.admin_deadline_s
     async with aclosing(client):
         with suppress(WeightSyncError, EngineUnavailable, EngineTimeout):
             try:
-                most = canary.allowed(weights.canary.dtype, config.engine)
-                await canary.check([client], weights.canary, update_info=info, tolerance=most, deadline_s=deadline_s)
+                tolerance = canary.allowed(weights.canary.dtype, config.engine)
+                await canary.check(
+                    [client], weights.canary, update_info=file_update, tolerance=tolerance, deadline_s=deadline_s
+                )
                 return True
             except CanaryMismatch as error:
                 # A mismatch counts only if the engine still has the version that was probed: the learner may have
                 # replaced it while the canary ran, and then the comparison was of two versions.
-                if await client.served_version(deadline_s=deadline_s) == version:
+                if await client.served_version(deadline_s=deadline_s) == current_version:
                     raise WrongWeights(f"{name} {after}: {error}") from error
     return False
 
@@ -363,11 +401,11 @@ def check_arguments(config: RunConfig) -> None:
     """Have vLLM check `[engine.vllm]`, which takes as long as importing it. Raises as `check_vllm`."""
     if not config.engine.vllm:
         return
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
-        server = server_of(
-            config, model_dir(config.model), port=1, plugin_folder=owner.path, gpus=config.engine.places[0]
+    with closing(OwnedFolder(prefer_memory=False)) as owned_folder:
+        vllm_launch = server_of(
+            config, model_dir(config.model), port=1, plugin_folder=owned_folder.path, gpus=config.engine.places[0]
         )
-        check_vllm(server)
+        check_vllm(vllm_launch)
 
 
 async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: bool = True) -> None:
@@ -380,13 +418,13 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:
         if settings.kind == "vllm" and fresh:
-            features = {
+            optional_features = {
                 Need.ROUTED_EXPERTS: settings.routed_experts is not False,
                 Need.KEPT_SETS: config.rollout.sampling.cuts,
             }
-            needs = needed(config.transport)
+            needed_features = needed(config.transport)
             (await probe(client, untested=settings.untested_vllm)).require(
-                needs | {need for need, is_needed in features.items() if is_needed},
+                needed_features | {feature for feature, is_needed in optional_features.items() if is_needed},
                 dtype=settings.dtype,
                 context=config.rollout.max_context,
                 lora_rank=config.train.lora_rank,
@@ -403,10 +441,13 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
             await adapters.forget([client], deadline_s=deadline_s)
         if fresh or not adapters_alone:
-            below = weights.base if adapters_alone else weights.current
-            await _push_whole(client, weights, below.version, config)
-        for version, folder in weights.past.items():  # before the current one, which says that all are there
-            await adapters.load([client], folder, version, kept=True, deadline_s=deadline_s)
+            base_version = weights.base if adapters_alone else weights.current
+            await _push_whole(client, weights, base_version.version, config)
+        for (
+            past_version,
+            adapter_folder,
+        ) in weights.past.items():  # before the current one, which says that all are there
+            await adapters.load([client], adapter_folder, past_version, kept=True, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)
 
@@ -415,18 +456,32 @@ async def _push_whole(client: EngineClient, weights: ServedWeights, version: int
     """Give an engine all weights of a version, from the store if there is one. An engine elsewhere that gets adapters,
     and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
     adapter compares them with the learner's."""
-    settings, store = config.engine, weights.store
-    deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
-    asleep = settings.colocated or await _sleeps(client, deadline_s)
-    files: list[Path | str] = [weights.file] if weights.file is not None else [*weight_file.parts(weights.model)]
-    if store is not None:
-        put = [file if isinstance(file, str) else await trio.to_thread.run_sync(store.offer, file) for file in files]
+    settings, object_folder = config.engine, weights.store
+    deadline_s, is_staged = settings.admin_deadline_s, settings.kind == "vllm"
+    is_asleep = settings.colocated or await _sleeps(client, deadline_s)
+    pushed_files: list[Path | str] = [weights.file] if weights.file is not None else [*weight_file.parts(weights.model)]
+    if object_folder is not None:
+        offered_files = [
+            pushed_file
+            if isinstance(pushed_file, str)
+            else await trio.to_thread.run_sync(object_folder.offer, pushed_file)
+            for pushed_file in pushed_files
+        ]
         await push(
-            [client], put, version, keep_base=True, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s
+            [client],
+            offered_files,
+            version,
+            keep_base=True,
+            stage=is_staged,
+            second=False,
+            asleep=is_asleep,
+            deadline_s=deadline_s,
         )
         return
     try:
-        await push([client], files, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
+        await push(
+            [client], pushed_files, version, stage=is_staged, second=False, asleep=is_asleep, deadline_s=deadline_s
+        )
     except FilesUnseen:
         if not config.sends_adapters or not settings.canary:
             raise
@@ -454,5 +509,5 @@ async def go_on(client: EngineClient, *, deadline_s: float) -> None:
 
 async def _load_adapter(client: EngineClient, weights: ServedWeights, settings: EngineSettings) -> None:
     assert weights.adapter is not None
-    version = weights.current.version
-    await adapters.load([client], weights.adapter, version, deadline_s=settings.admin_deadline_s)
+    adapter_version = weights.current.version
+    await adapters.load([client], weights.adapter, adapter_version, deadline_s=settings.admin_deadline_s)

@@ -24,10 +24,12 @@ class EvaluationEngines:
 
     async def start(self) -> None:
         """Start them one after the other; return when all serve the version that is pinned now."""
-        run, config = self.engines.run, self.engines.config
-        for number, gpus in enumerate(config.eval.engine_gpus):
-            name = f"engine-eval-{number}"
-            engine = self.engines.create(name, lambda _: pinned.weights_of(run, config), gpus, folder=run.path)
+        run_folder, config = self.engines.run, self.engines.config
+        for number, gpu_numbers in enumerate(config.eval.engine_gpus):
+            engine_name = f"engine-eval-{number}"
+            engine = self.engines.create(
+                engine_name, lambda _: pinned.weights_of(run_folder, config), gpu_numbers, folder=run_folder.path
+            )
             await engine.up()
             WatchedEngine(engine, self.engines).start_keeping()
             self.started.append(engine)
@@ -39,20 +41,20 @@ class EvaluationEngines:
     async def pin(self, pin: pinned.Pin) -> None:
         """Have all of them serve these weights. Raises RunFailed if one does not take them within
         `engine.mending_deadline_s`."""
-        run, config = self.engines.run, self.engines.config
-        weights = partial(self.engines.looks, lambda _: pinned.weights_of(run, config, pin))
+        run_folder, config = self.engines.run, self.engines.config
+        weights = partial(self.engines.looks, lambda _: pinned.weights_of(run_folder, config, pin))
         deadline_s = config.engine.mending_deadline_s
-        until = trio.current_time() + deadline_s
+        deadline = trio.current_time() + deadline_s
         for engine in self.started:
             while True:
                 try:
                     # Retried within a deadline, and then the run ends: an evaluation that was measured on some of its
                     # engines, or on old weights, would be a number that nobody can tell from a good one.
-                    await fit(engine.child.name, engine.url, weights, config, run.locks)
+                    await fit(engine.child.name, engine.url, weights, config, run_folder.locks)
                     break
                 except EngineError as error:
-                    if trio.current_time() > until:
+                    if trio.current_time() > deadline:
                         problem = f"{engine.child.name} did not take version {pin.version.version} to measure it"
-                        within = f"within {deadline_s:g} s (engine.mending_deadline_s)"
-                        raise RunFailed(f"{problem} {within}: {error}") from error
+                        time_limit = f"within {deadline_s:g} s (engine.mending_deadline_s)"
+                        raise RunFailed(f"{problem} {time_limit}: {error}") from error
                     await trio.sleep(_PIN_RETRY_S)

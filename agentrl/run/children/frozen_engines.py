@@ -20,18 +20,18 @@ class FrozenEngines:
     async def start(self) -> None:
         """Start them one after the other; return when all serve."""
         config = self.engines.config
-        first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
+        first_version = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
         # Sorted, as the number is part of the child's name: in the order of a set, a resumed run would look for the
         # seat or the log of one model under the name of another.
-        for number, policy in enumerate(sorted(config.rollout.frozen_models())):
-            weights = ServedWeights(model=frozen_model_dir(config, policy), base=first, current=first)
+        for number, model_id in enumerate(sorted(config.rollout.frozen_models())):
+            weights = ServedWeights(model=frozen_model_dir(config, model_id), base=first_version, current=first_version)
             # Bound as a default: a closure over the loop's variable would give every engine the weights of the last
             # one.
             engine = self.engines.create(f"engine-given-{number}", lambda _, weights=weights: weights)
             await engine.up()
             WatchedEngine(engine, self.engines).start_keeping()
-            self.by_model[policy] = engine
+            self.by_model[model_id] = engine
 
     def urls(self) -> dict[str, str]:
         """Where they serve, by model."""
-        return {policy: engine.url for policy, engine in self.by_model.items()}
+        return {model_id: engine.url for model_id, engine in self.by_model.items()}

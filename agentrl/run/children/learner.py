@@ -18,12 +18,14 @@ class WatchedLearner(WatchedChild):
 
     def __init__(self, registry: ChildRegistry) -> None:
         config = registry.config
-        settings, argv = config.train, ["-m", "agentrl.run.processes.child", "learner", str(registry.run.path)]
-        env, withheld = engine_key_variables(config, signs=True), withheld_from_learner(config)
-        child = registry.create("learner", argv, threads=settings.threads, env=env, withheld=withheld)
-        super().__init__(child, registry)
+        settings, arguments = config.train, ["-m", "agentrl.run.processes.child", "learner", str(registry.run.path)]
+        key_variables, withheld = engine_key_variables(config, signs=True), withheld_from_learner(config)
+        learner_child = registry.create(
+            "learner", arguments, threads=settings.threads, env=key_variables, withheld=withheld
+        )
+        super().__init__(learner_child, registry)
         self._pulse = registry.pulse(
-            child,
+            learner_child,
             silent_s=settings.progress_deadline_s,
             stopped_s=settings.liveness_deadline_s,
             names=("train.progress_deadline_s", "train.liveness_deadline_s"),
@@ -50,8 +52,8 @@ class WatchedLearner(WatchedChild):
         try:
             await self.registry.launcher.reserve(self.child.name)
         except NoRoom as error:
-            why = str(error)
+            refusal = str(error)
             # The request is taken back in the store before the old place is reserved: a supervisor that dies in between
             # comes back, reads the old split, and does not run into the same lack of room again.
-            await self.registry.write_with_space(lambda store: scale_requests.take_back(store, why))
+            await self.registry.write_with_space(lambda store: scale_requests.take_back(store, refusal))
             await self.registry.launcher.reserve(self.child.name)

@@ -44,18 +44,18 @@ class LearningEngines:
         weights. Engines start beside each other unless they share a GPU."""
         self._start_point = start
         config = self.engines.config
-        weights = partial(self.engines.looks, partial(self._weights, None))
-        for url in config.engine.urls:
-            await attach(url, await weights(), config)
-            self.engines.registry.nursery.start_soon(self.engines.watch(url, url, weights).run)
+        read_weights = partial(self.engines.looks, partial(self._weights, None))
+        for engine_url in config.engine.urls:
+            await attach(engine_url, await read_weights(), config)
+            self.engines.registry.nursery.start_soon(self.engines.watch(engine_url, engine_url, read_weights).run)
         # Starting side by side saves minutes with many replicas. Engines that share a GPU start in turn: each measures
         # the free memory at its start to size its cache, and two that do so at once both count the same gigabytes.
-        together = start_together(config.engine, on_ray=config.cluster.on_ray)
+        starts_together = start_together(config.engine, on_ray=config.cluster.on_ray)
         for role in (None, *config.role_models):
-            group = self.by_role[role] = {number: self._create(role, number) for number in range(count)}
-            limiter = trio.CapacityLimiter(max(1, count) if together else 1)
+            role_engines = self.by_role[role] = {number: self._create(role, number) for number in range(count)}
+            limiter = trio.CapacityLimiter(max(1, count) if starts_together else 1)
             async with trio.open_nursery() as nursery:
-                for engine in group.values():
+                for engine in role_engines.values():
                     nursery.start_soon(self._serve, engine, limiter)
 
     async def _serve(self, engine: SupervisedEngine, limiter: trio.CapacityLimiter) -> None:
@@ -67,15 +67,15 @@ class LearningEngines:
         LearningEngine(engine, self).start_keeping()
 
     def _create(self, role: str | None, number: int) -> SupervisedEngine:
-        name = f"engine-{number}" if role is None else f"engine-role-{role}-{number}"
-        folder = self.engines.run.path
-        return self.engines.create(name, partial(self._weights, role), self._gpus(number), folder=folder)
+        engine_name = f"engine-{number}" if role is None else f"engine-role-{role}-{number}"
+        run_path = self.engines.run.path
+        return self.engines.create(engine_name, partial(self._weights, role), self._gpus(number), folder=run_path)
 
     def _weights(self, role: str | None, store: RunStore) -> ServedWeights:
         assert self._start_point is not None
-        run, config = self.engines.run, self.engines.config
-        weights = current_weights(config, store, where_it_stands(self._start_point, run, store), role)
-        return replace(weights, past=league.folders(run)) if config.league_roles else weights
+        run_folder, config = self.engines.run, self.engines.config
+        weights = current_weights(config, store, where_it_stands(self._start_point, run_folder, store), role)
+        return replace(weights, past=league.folders(run_folder)) if config.league_roles else weights
 
     def _gpus(self, number: int) -> list[int]:
         """The GPUs that the run file names, or as many as Ray shows to the engine's process."""
@@ -86,8 +86,10 @@ class LearningEngines:
 
     def urls(self) -> Mapping[str | None, list[str]]:
         """Where the engines of each policy serve, those of somebody else first."""
-        urls = {role: [engine.url for engine in group.values()] for role, group in self.by_role.items()}
-        return urls | {None: [*self.engines.config.engine.urls, *urls.get(None, [])]}
+        urls_by_role = {
+            role: [engine.url for engine in role_engines.values()] for role, role_engines in self.by_role.items()
+        }
+        return urls_by_role | {None: [*self.engines.config.engine.urls, *urls_by_role.get(None, [])]}
 
     def present(self) -> set[int]:
         """The numbers of engines that serve or are being restarted; none of somebody else's."""
@@ -117,9 +119,9 @@ class LearningEngines:
         """End the engines of that number, once others have gone on with their turns from the tokens they have."""
         # First the addresses go, then the wait until nobody asks, then the end. Ended first, every turn under way there
         # would fail over as after a crash; it does no harm (its tokens are kept) and costs each a prefill elsewhere.
-        leaving = [group.pop(number) for group in self.by_role.values()]
+        leaving_engines = [role_engines.pop(number) for role_engines in self.by_role.values()]
         await self.engines.publish()
-        for engine in leaving:
+        for engine in leaving_engines:
             await self.engines.registry.cancel_task(engine.child.name)
             await self._wait_until_idle(engine.url)
             await self.engines.remove(engine)
@@ -145,18 +147,25 @@ class LearningEngines:
 
     async def drop(self, engine: SupervisedEngine) -> None:
         """Remove an engine of the only policy, for which there is no room."""
-        group = self.by_role[None]
-        self.by_role[None] = {number: other for number, other in group.items() if other is not engine}
+        role_engines = self.by_role[None]
+        self.by_role[None] = {
+            number: other_engine for number, other_engine in role_engines.items() if other_engine is not engine
+        }
         await self.engines.remove(engine)
         await self.engines.publish()
 
     @property
     def are_restarting(self) -> bool:
         """True if all engines of some policy are being restarted, so that none can sample for it."""
-        attached = set(self.engines.config.engine.urls)
-        groups = {role: {engine.child.name for engine in group.values()} for role, group in self.by_role.items()}
-        groups[None] = groups.get(None, set()) | attached
-        return any(names and self.engines.registry.restarting.issuperset(names) for names in groups.values())
+        attached_urls = set(self.engines.config.engine.urls)
+        names_by_role = {
+            role: {engine.child.name for engine in role_engines.values()} for role, role_engines in self.by_role.items()
+        }
+        names_by_role[None] = names_by_role.get(None, set()) | attached_urls
+        return any(
+            engine_names and self.engines.registry.restarting.issuperset(engine_names)
+            for engine_names in names_by_role.values()
+        )
 
     @property
     def start_s(self) -> float:

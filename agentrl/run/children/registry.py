@@ -82,36 +82,36 @@ class ChildRegistry:
     ) -> Child:
         """Register a child, which is not started yet. `env` is added to the variables that all children have."""
         variables = {**_PINNED, "OMP_NUM_THREADS": str(threads), **(env or {})}
-        logs, launcher = self.run.logs, self.launcher
-        child = Child(name, argv, logs, variables, mark=self.mark, launcher=launcher, withheld=withheld)
-        self.children[name] = child
-        return child
+        logs_folder, launcher = self.run.logs, self.launcher
+        new_child = Child(name, argv, logs_folder, variables, mark=self.mark, launcher=launcher, withheld=withheld)
+        self.children[name] = new_child
+        return new_child
 
     def pulse(self, child: Child, *, silent_s: float, stopped_s: float, names: tuple[str, str]) -> Pulse:
         """A watch over the child's marks, which it makes in scratch. As `Pulse`, which has the deadlines."""
         child.beat = self.run.scratch / "beats" / child.name
-        start_s = self.config.engine.start_deadline_s
-        return Pulse(process=child, start_s=start_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
+        start_deadline_s = self.config.engine.start_deadline_s
+        return Pulse(process=child, start_s=start_deadline_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
 
     def start_task(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
         """Run `body` until it returns or `cancel_task` is called with this name."""
-        task = self._tasks[name] = _Task()
+        child_task = self._tasks[name] = _Task()
 
         async def run() -> None:
             try:
-                with task.scope:
+                with child_task.scope:
                     await body()
             finally:
-                task.done.set()
+                child_task.done.set()
 
         self.nursery.start_soon(run)
 
     async def cancel_task(self, name: str) -> None:
         """Cancel the task of that name, if there is one, and wait for its end."""
-        task = self._tasks.pop(name, None)
-        if task is not None:
-            task.scope.cancel()
-            await task.done.wait()
+        child_task = self._tasks.pop(name, None)
+        if child_task is not None:
+            child_task.scope.cancel()
+            await child_task.done.wait()
         self.restarting.discard(name)
 
     @contextmanager
@@ -135,24 +135,27 @@ class ChildRegistry:
 
     async def stop(self) -> None:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
-        for group in ([c for c in self.children.values() if not c.name.startswith("engine")], self.children.values()):
+        for stopped_group in (
+            [other_child for other_child in self.children.values() if not other_child.name.startswith("engine")],
+            self.children.values(),
+        ):
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:
-                    for child in group:
-                        nursery.start_soon(child.stop)
+                    for stopped_child in stopped_group:
+                        nursery.start_soon(stopped_child.stop)
 
     def pids(self) -> dict[str, int]:
         """Process ids by child name."""
-        return {child.name: child.pid for child in self.children.values() if child.pid is not None}
+        return {live_child.name: live_child.pid for live_child in self.children.values() if live_child.pid is not None}
 
     def report_death(self, child: Child, why: str) -> None:
         """Print why a child that is started again died, and record it for readers of the run. The record is written in
         the background: a restart waits for nothing."""
         print(f"agentrl: {why}; it is started again", file=sys.stderr, flush=True)
-        row = {"time_s": time.time(), "process": child.name, "why": why}
+        death_row = {"time_s": time.time(), "process": child.name, "why": why}
 
         def record(store: RunStore) -> None:
-            RESTARTED.set(store, [*RESTARTED.of(store.meta), row][-_MAX_DEATHS:])
+            RESTARTED.set(store, [*RESTARTED.of(store.meta), death_row][-_MAX_DEATHS:])
 
         self.nursery.start_soon(self.write_with_space, record)
 

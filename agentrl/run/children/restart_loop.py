@@ -84,31 +84,31 @@ class WatchedChild:
         """Watch the running child and restart it. Returns when it has done its work, was dropped, or the run closes.
 
         Raises RunFailed if its budget is spent or a restart would not help."""
-        budget = RestartBudget()
+        restart_budget = RestartBudget()
         while True:
-            budget.begin()
-            status = await self._wait(budget)
+            restart_budget.begin()
+            exit_status = await self._wait(restart_budget)
             # Asked before the status is read: at the end of a run children die of signals, and each would be reported
             # as a crash and started again.
-            if self.registry.is_closing or self.is_done(status):
+            if self.registry.is_closing or self.is_done(exit_status):
                 return
-            why = self.child.failure(status)
-            if status in _FINAL:
-                raise RunFailed(why)
-            if status == WornOut.exit_code:
+            failure_text = self.child.failure(exit_status)
+            if exit_status in _FINAL:
+                raise RunFailed(failure_text)
+            if exit_status == WornOut.exit_code:
                 await self.renew()
                 self.child.start()
-            elif status in _WAITS_FOR_SPACE:
+            elif exit_status in _WAITS_FOR_SPACE:
                 await trio.sleep(DISK_RETRY_S)
                 self.registry.restarts[self.child.name] += 1
                 self.child.start()
-            elif await self.was_innocent(budget):
-                self._report_restart(why)
+            elif await self.was_innocent(restart_budget):
+                self._report_restart(failure_text)
                 self.child.start()
             else:
                 with self.registry.marked_restarting(self.child):
                     try:
-                        await self._restart(budget, why)
+                        await self._restart(restart_budget, failure_text)
                     except NoRoom:
                         await self.drop()
                         return
@@ -117,9 +117,9 @@ class WatchedChild:
         """Wait under `watch` until the child has ended. Returns its exit status."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.watch, budget.lives)
-            status = await self.child.wait()
+            exit_status = await self.child.wait()
             nursery.cancel_scope.cancel()
-        return status
+        return exit_status
 
     async def _restart(self, budget: RestartBudget, why: str) -> None:
         """Restart the child; if it dies while it starts, again, as often as its budget allows. Raises a final error."""

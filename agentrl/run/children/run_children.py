@@ -116,11 +116,13 @@ class RunChildren:
         answer, and would not know of those that play a role."""
         if not self._engines_serve:
             return
-        urls = self.learning.urls()
+        urls_by_role = self.learning.urls()
         await self.registry.publish(FROZEN_URLS, self.frozen.urls())
         await self.registry.publish(EVAL_URLS, self.evaluation.urls())
-        await self.registry.publish(ROLE_URLS, {role: group for role, group in urls.items() if role is not None})
-        await self.registry.publish(ENGINE_URLS, urls[None])  # last: learner and workers wait for these
+        await self.registry.publish(
+            ROLE_URLS, {role: role_urls for role, role_urls in urls_by_role.items() if role is not None}
+        )
+        await self.registry.publish(ENGINE_URLS, urls_by_role[None])  # last: learner and workers wait for these
 
     # --- engines and workers that come and go: `scaling.Elastic`
 

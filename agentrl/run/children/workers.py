@@ -41,17 +41,17 @@ class Workers:
     def create(self, number: int) -> Child:
         """A worker that is not started yet."""
         registry, config = self.registry, self.registry.config
-        argv = ["-m", "agentrl.run.processes.child", "worker", str(registry.run.path), str(number)]
+        arguments = ["-m", "agentrl.run.processes.child", "worker", str(registry.run.path), str(number)]
         # Python orders the strings of a set by this seed. An author's code that goes through a set then gives all
         # members of a group the same task, whichever worker plays them.
-        seed = str(zlib.crc32(f"agentrl {config.seed}".encode()))
-        env = {"PYTHONHASHSEED": seed, **engine_key_variables(config, signs=False)}
-        return registry.create(f"worker-{number}", argv, threads=1, env=env)
+        hash_seed = str(zlib.crc32(f"agentrl {config.seed}".encode()))
+        variables = {"PYTHONHASHSEED": hash_seed, **engine_key_variables(config, signs=False)}
+        return registry.create(f"worker-{number}", arguments, threads=1, env=variables)
 
     def _begin(self, number: int) -> None:
-        worker = WatchedWorker(number, self)
-        worker.child.start()
-        worker.start_keeping()
+        watched_worker = WatchedWorker(number, self)
+        watched_worker.child.start()
+        watched_worker.start_keeping()
 
     async def _publish(self) -> None:
         """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""
@@ -63,38 +63,38 @@ class Workers:
 
     async def join(self, number: int) -> None:
         """Start one more. Raises NoRoom if there is no place for it in time; nothing of it is left then."""
-        child = self.create(number)
+        new_worker = self.create(number)
         try:
-            await self.registry.launcher.reserve(child.name)
+            await self.registry.launcher.reserve(new_worker.name)
         except BaseException:
-            await self.registry.remove(child)
+            await self.registry.remove(new_worker)
             raise
-        self.by_number[number] = child
+        self.by_number[number] = new_worker
         await self._publish()
         self._begin(number)
 
     async def leave(self, number: int) -> None:
         """End one, once it has handed its episodes to others."""
-        child = self.by_number.pop(number)
+        leaving_worker = self.by_number.pop(number)
         # The loop that keeps it goes first, or the worker's end would be taken for a death and it would be started
         # again.
-        await self.registry.cancel_task(child.name)
+        await self.registry.cancel_task(leaving_worker.name)
         await self._publish()
         with trio.move_on_after(_STEPS * self.registry.config.rollout.step_deadline_s):
-            await child.wait()
-        await self.registry.remove(child)
-        await self.release_dead_worker(child, RestartBudget())  # of episodes that it did not hand over in time
+            await leaving_worker.wait()
+        await self.registry.remove(leaving_worker)
+        await self.release_dead_worker(leaving_worker, RestartBudget())  # of episodes that it did not hand over in time
 
     async def release_dead_worker(self, child: Child, budget: RestartBudget) -> bool:
         """Release the leases of a dead worker. Returns True if one of its episodes crashed it; such a death does not
         count against the restart budget."""
         # With the process id, as a worker registers itself by it: the leases of the dead process are freed and not
         # those of a successor that has started already.
-        name = f"{child.name}.{child.pid}"
-        released = await self.registry.write_with_space(lambda store: store.deaths.release_worker(name))
-        for _ in released.quarantined:
+        worker_name = f"{child.name}.{child.pid}"
+        released_leases = await self.registry.write_with_space(lambda store: store.deaths.release_worker(worker_name))
+        for _ in released_leases.quarantined:
             budget.forgive()  # gives back the earlier death, before the episode was known as its cause
-        return released.foretold
+        return released_leases.foretold
 
     async def drop(self, number: int) -> None:
         """Remove a worker for which there is no room."""
@@ -107,9 +107,11 @@ class WatchedWorker(WatchedChild):
 
     def __init__(self, number: int, workers: Workers) -> None:
         super().__init__(workers.by_number[number], workers.registry)
-        silent_s, setting = self.registry.config.rollout.hang_deadline_s, "rollout.lease_s / 2"
+        silence_limit_s, setting_name = self.registry.config.rollout.hang_deadline_s, "rollout.lease_s / 2"
         self._number, self._workers = number, workers
-        self._pulse = self.registry.pulse(self.child, silent_s=silent_s, stopped_s=silent_s, names=(setting, setting))
+        self._pulse = self.registry.pulse(
+            self.child, silent_s=silence_limit_s, stopped_s=silence_limit_s, names=(setting_name, setting_name)
+        )
 
     async def watch(self, lives: Callable[[], None]) -> None:
         await self._pulse.run(self.child.kill, lives)
