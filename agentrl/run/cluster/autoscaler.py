@@ -104,35 +104,37 @@ class AutoscaleRule:
             return None
         # Checked once, at the first full window after the move. A later look compares with the split that is there now,
         # and the load may have changed meanwhile.
-        (before, rate), self._before = self._before, None
-        lost = 1 - sight.rate / rate if rate else 0.0
-        if before == sight.present or lost < self.settings.gain or not self._pays(lost, sight):
+        (earlier_split, earlier_rate), self._before = self._before, None
+        lost_share = 1 - sight.rate / earlier_rate if earlier_rate else 0.0
+        if earlier_split == sight.present or lost_share < self.settings.gain or not self._pays(lost_share, sight):
             return None
-        return Decision(before, f"{lost:.0%} fewer tokens a second than with {before}")
+        return Decision(earlier_split, f"{lost_share:.0%} fewer tokens a second than with {earlier_split}")
 
     def _judge(self, sight: WindowFigures, now_s: float) -> Decision:
         settings = self.settings
-        best = max(sight.gains, key=lambda split: sight.gains[split], default=None)
-        if best is None or (gain := sight.gains[best]) < settings.gain:
+        best_split = max(sight.gains, key=lambda split: sight.gains[split], default=None)
+        if best_split is None or (expected_gain := sight.gains[best_split]) < settings.gain:
             self._toward, self._seen = None, 0
             return Decision(None, f"no move promises {settings.gain:.0%} more tokens a second")
         # One window scatters by more than what a move gains. Several in a row that agree on the same move are evidence;
         # a change of mind begins the count anew.
-        self._seen = self._seen + 1 if best == self._toward else 1
-        self._toward = best
-        promise = f"{best} promises {gain:+.0%} tokens a second"
+        self._seen = self._seen + 1 if best_split == self._toward else 1
+        self._toward = best_split
+        promise_text = f"{best_split} promises {expected_gain:+.0%} tokens a second"
         if self._seen < AGREE:
-            return Decision(None, f"{promise}, in {self._seen} of {AGREE} looks")
-        times = self._moves.get(frozenset((sight.present, best)), [])
+            return Decision(None, f"{promise_text}, in {self._seen} of {AGREE} looks")
+        move_times = self._moves.get(frozenset((sight.present, best_split)), [])
         # The wait doubles with each move between the same two splits. Two splits that are about as good would otherwise
         # be exchanged for ever, each move paying its cost, because noise lets now the one and now the other look
         # better.
-        if times and now_s < (until := times[-1] + HORIZON_S * 2.0 ** (len(times) - 1)):
-            return Decision(None, f"{promise}; a place moved between the two lately, {until - now_s:.0f} s to wait")
-        if not self._pays(gain, sight):
-            return Decision(None, f"{promise}, which does not earn what a move costs, {sight.cost_s:.0f} s")
+        if move_times and now_s < (earliest_s := move_times[-1] + HORIZON_S * 2.0 ** (len(move_times) - 1)):
+            return Decision(
+                None, f"{promise_text}; a place moved between the two lately, {earliest_s - now_s:.0f} s to wait"
+            )
+        if not self._pays(expected_gain, sight):
+            return Decision(None, f"{promise_text}, which does not earn what a move costs, {sight.cost_s:.0f} s")
         self._before = (sight.present, sight.rate)
-        return Decision(best, promise)
+        return Decision(best_split, promise_text)
 
     def _pays(self, gain: float, sight: WindowFigures) -> bool:
         return gain * min(HORIZON_S, sight.left_s) > _MARGIN * sight.cost_s
@@ -177,73 +179,88 @@ class Controller:
             await trio.sleep(EVERY_S)
 
     def _remember(self, store: RunStore) -> None:
-        self._judged = max((row.step for row in store.metrics.values("step")), default=0)  # none of an earlier life
+        self._judged = max(
+            (metric_row.step for metric_row in store.metrics.values("step")), default=0
+        )  # none of an earlier life
         # Also moves that a rollback undid: they happened, and cost what they cost. A run that crashes after every move
         # would otherwise make the same one again and again.
-        for row in store.metrics.values(KIND, undone=True):
-            if to := row.values.get("to"):
-                self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
+        for metric_row in store.metrics.values(KIND, undone=True):
+            if target_split := metric_row.values.get("to"):
+                self._judge.moved(_split(metric_row.values["split"]), _split(target_split), metric_row.time_s)
 
     def _rows(self, store: RunStore) -> tuple[dict[str, Any], Split, list[Metric]]:
         """The learner that runs, the requested split, and the steps of this learner."""
-        learner = LEARNER_STARTED.of(store.meta)
-        split = Split(requested_size(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
-        return learner, split, store.metrics.values("step", after=int(learner["step"])) if learner else []
+        learner_start = LEARNER_STARTED.of(store.meta)
+        requested_split = Split(
+            requested_size(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta)
+        )
+        return (
+            learner_start,
+            requested_split,
+            store.metrics.values("step", after=int(learner_start["step"])) if learner_start else [],
+        )
 
     async def _look(self) -> None:
-        learner, split, rows = await self.looks(self._rows)
-        present = Split(self.engines(), int(learner.get("ranks", 0)))
-        if present != split:
+        learner_start, requested_split, step_rows = await self.looks(self._rows)
+        present_split = Split(self.engines(), int(learner_start.get("ranks", 0)))
+        if present_split != requested_split:
             return  # a place is on its way
-        if not rows or not await self._arrived(rows[0]):
+        if not step_rows or not await self._arrived(step_rows[0]):
             return
-        since = max(rows[0].step + start_up_steps(self.config.buffer), self._judged)
-        if rows[-1].step - since < WINDOW_STEPS:
+        first_step = max(step_rows[0].step + start_up_steps(self.config.buffer), self._judged)
+        if step_rows[-1].step - first_step < WINDOW_STEPS:
             return
-        self._judged = rows[-1].step
-        if (sight := await self._see(present, rows[-WINDOW_STEPS:], learner)) is None:
+        self._judged = step_rows[-1].step
+        if (figures := await self._see(present_split, step_rows[-WINDOW_STEPS:], learner_start)) is None:
             return
-        decision = self._judge.look(sight, self.clock())
-        await self._record(rows[-1].step, sight, decision)
-        if (to := decision.to) is not None:
-            self._moving = (present, self.clock())
-            await self.writes(lambda store: scale_requests.move(store, to, was=present))
+        decision = self._judge.look(figures, self.clock())
+        await self._record(step_rows[-1].step, figures, decision)
+        if (target_split := decision.to) is not None:
+            self._moving = (present_split, self.clock())
+            await self.writes(lambda store: scale_requests.move(store, target_split, was=present_split))
 
     async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> WindowFigures | None:
         """Measure a window and predict the splits beside the present one. None if the window has too little data."""
-        busy, tokens = (sum(float(row.values[name] or 0) for row in rows) for name in ("busy_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
-        spent_s = rows[-1].time_s - rows[0].time_s
-        if not tokens or spent_s <= 0:
+        busy_seconds, token_count = (
+            sum(float(step_row.values[metric_name] or 0) for step_row in rows)
+            for metric_name in ("busy_s", "tokens_scored")
+        )  # pyright: ignore[reportArgumentType]
+        window_s = rows[-1].time_s - rows[0].time_s
+        if not token_count or window_s <= 0:
             return None
         # The pace of the learner is measured where it was, and assumed to be in proportion to its ranks where it was
         # not: the first move to a number of ranks is a guess, every later one is not.
-        self._pace[present.ranks] = busy / tokens
-        choices = splits(self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks))
-        if present not in choices:
+        self._pace[present.ranks] = busy_seconds / token_count
+        possible_splits = splits(
+            self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks)
+        )
+        if present not in possible_splits:
             return None
-        place = choices.index(present)
-        beside = choices[max(0, place - 1) : place] + choices[place + 1 : place + 2]
-        newest = len(rows) * self.config.buffer.groups_per_step
-        predict = partial(self._predict, present, beside, after=rows[0].step - 1, newest=newest)
+        split_index = possible_splits.index(present)
+        neighbours = (
+            possible_splits[max(0, split_index - 1) : split_index] + possible_splits[split_index + 1 : split_index + 2]
+        )
+        group_count = len(rows) * self.config.buffer.groups_per_step
+        predict_gains = partial(self._predict, present, neighbours, after=rows[0].step - 1, newest=group_count)
         try:
             # Simulating takes seconds of pure Python: in the loop it would hold up the supervision of every child.
-            promised = await trio.to_thread.run_sync(predict, abandon_on_cancel=True)
+            expected_gains = await trio.to_thread.run_sync(predict_gains, abandon_on_cancel=True)
         except UsageError:  # too few groups
             return None
-        step_s = spent_s / (len(rows) - 1)
-        rate = sum(float(row.values["tokens_scored"] or 0) for row in rows[1:]) / spent_s  # pyright: ignore[reportArgumentType]
+        step_duration_s = window_s / (len(rows) - 1)
+        token_rate = sum(float(step_row.values["tokens_scored"] or 0) for step_row in rows[1:]) / window_s  # pyright: ignore[reportArgumentType]
         return WindowFigures(
             present=present,
-            rate=rate,
-            gains=promised,
+            rate=token_rate,
+            gains=expected_gains,
             cost_s=self._cost_s if self._cost_s is not None else float(learner["start_s"]) + self.engine_start_s(),
-            left_s=step_s * max(0, self.config.train.steps - rows[-1].step),
+            left_s=step_duration_s * max(0, self.config.train.steps - rows[-1].step),
         )
 
     def _predict(self, present: Split, beside: Sequence[Split], *, after: int, newest: int) -> dict[Split, float]:
-        with RunStore.read(self.run.store_path) as store:
+        with RunStore.read(self.run.store_path) as run_store:
             measured = measure(
-                store,
+                run_store,
                 self.config.buffer,
                 start_up=after,
                 end=self.config.train.steps,
@@ -262,24 +279,29 @@ class Controller:
         """Note what the move cost that ended with this step, if one did, or why it was taken back."""
         if self._moving is None:
             return True
-        (was, since_s), self._moving = self._moving, None
-        refused = await self.looks(lambda store: scale_requests.refused(store.meta))
-        self._cost_s = max(0.0, first.time_s - since_s)
-        row: dict[str, Json] = {"split": None, "was": list(was), "took_s": self._cost_s, "refused": refused}
-        await self.writes(lambda _: self.telemetry.record(KIND, first.step, row))
-        return refused is None
+        (earlier_split, move_began_s), self._moving = self._moving, None
+        refusal = await self.looks(lambda store: scale_requests.refused(store.meta))
+        self._cost_s = max(0.0, first.time_s - move_began_s)
+        move_row: dict[str, Json] = {
+            "split": None,
+            "was": list(earlier_split),
+            "took_s": self._cost_s,
+            "refused": refusal,
+        }
+        await self.writes(lambda _: self.telemetry.record(KIND, first.step, move_row))
+        return refusal is None
 
     async def _record(self, step: int, sight: WindowFigures, decision: Decision) -> None:
-        row: dict[str, Json] = {
+        look_row: dict[str, Json] = {
             "split": list(sight.present),
             "rate": sight.rate,
-            "gains": {str(split): gain for split, gain in sight.gains.items()},
+            "gains": {str(neighbour): expected_gain for neighbour, expected_gain in sight.gains.items()},
             "cost_s": sight.cost_s,
             "left_s": sight.left_s if math.isfinite(sight.left_s) else None,
             "to": None if decision.to is None else list(decision.to),
             "why": decision.why,
         }
-        await self.writes(lambda _: self.telemetry.record(KIND, step, row))
+        await self.writes(lambda _: self.telemetry.record(KIND, step, look_row))
 
 
 def _split(numbers: Any) -> Split:
@@ -288,9 +310,9 @@ def _split(numbers: Any) -> Split:
 
 def line(store: RunStore) -> str | None:
     """The last decision, for a reader; None if none was made."""
-    rows = [row.values for row in store.metrics.values(KIND) if row.values["split"]]
-    if not rows:
+    look_rows = [look_row.values for look_row in store.metrics.values(KIND) if look_row.values["split"]]
+    if not look_rows:
         return None
-    last = rows[-1]
-    to = "stays" if last["to"] is None else f"moves to {_split(last['to'])}"
-    return f"{_split(last['split'])} (engines + ranks) {to}: {last['why']}"
+    last_look = look_rows[-1]
+    move_text = "stays" if last_look["to"] is None else f"moves to {_split(last_look['to'])}"
+    return f"{_split(last_look['split'])} (engines + ranks) {move_text}: {last_look['why']}"

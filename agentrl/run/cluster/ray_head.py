@@ -54,16 +54,16 @@ class HeadAnswer(Enum):
 async def ask(address: str) -> HeadAnswer:
     """Greet the head at `address`. It answers as long as its process turns, and refuses when nobody listens there. All
     else is silence: a process that is stopped, a host or a network that is gone."""
-    host, _, port = address.rpartition(":")
+    head_host, _, head_port = address.rpartition(":")
     with trio.move_on_after(_ANSWER_S):
         try:
-            stream = await trio.open_tcp_stream(host.strip("[]"), int(port))
+            head_stream = await trio.open_tcp_stream(head_host.strip("[]"), int(head_port))
         except OSError as error:
             return HeadAnswer.REFUSES if _refused(error) else HeadAnswer.SILENT
-        async with stream:
+        async with head_stream:
             with suppress(trio.BrokenResourceError):  # an end of the stream is an answer: with TLS nobody greets so
-                await stream.send_all(_GREETING)
-                await stream.receive_some(1)
+                await head_stream.send_all(_GREETING)
+                await head_stream.receive_some(1)
             return HeadAnswer.ANSWERS
     return HeadAnswer.SILENT
 
@@ -71,8 +71,8 @@ async def ask(address: str) -> HeadAnswer:
 def _refused(error: OSError) -> bool:
     """Whether every address of the host refused."""
     cause = error.__cause__
-    group = isinstance(cause, ExceptionGroup)
-    attempts = cast("ExceptionGroup[Exception]", cause).exceptions if group else (cause,)
+    is_group = isinstance(cause, ExceptionGroup)
+    attempts = cast("ExceptionGroup[Exception]", cause).exceptions if is_group else (cause,)
     return all(isinstance(attempt, ConnectionRefusedError) for attempt in attempts)
 
 
@@ -83,27 +83,31 @@ class JobEnded(Exception):
 async def watch(address: str, job: str | None = None, *, away_s: float, silent_s: float) -> str:
     """Returns why the head at `address` counts as gone, once it does. Raises JobEnded once it has ended `job`."""
     limiter = trio.CapacityLimiter(1)
-    ours = await _cluster(address, limiter)
-    since = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
+    cluster_id = await _cluster(address, limiter)
+    began_by_answer = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
     while True:
-        answer, now = await ask(address), trio.current_time()
+        head_answer, current_s = await ask(address), trio.current_time()
         # A head that was restarted answers and greets like the old one, and knows nothing of this run's actors. Only
         # the cluster's id tells the two apart; `None` is no answer and proves nothing.
-        if ours and answer is HeadAnswer.ANSWERS and await _cluster(address, limiter) not in (ours, None):
+        if (
+            cluster_id
+            and head_answer is HeadAnswer.ANSWERS
+            and await _cluster(address, limiter) not in (cluster_id, None)
+        ):
             return "was started anew and knows nothing of before"
-        if job is not None and answer is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
+        if job is not None and head_answer is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
             raise JobEnded
-        if answer is not HeadAnswer.REFUSES:
-            since.pop(HeadAnswer.REFUSES, None)
-        if answer is HeadAnswer.ANSWERS:
-            since.clear()
+        if head_answer is not HeadAnswer.REFUSES:
+            began_by_answer.pop(HeadAnswer.REFUSES, None)
+        if head_answer is HeadAnswer.ANSWERS:
+            began_by_answer.clear()
         else:
             # A refusal counts as silence too: a head that now refuses and now says nothing is as gone as one that does
             # either, but must not be taken for one that refused all along.
-            since = {answer: now, HeadAnswer.SILENT: now} | since
-        if now - since.get(HeadAnswer.REFUSES, now) >= away_s:
+            began_by_answer = {head_answer: current_s, HeadAnswer.SILENT: current_s} | began_by_answer
+        if current_s - began_by_answer.get(HeadAnswer.REFUSES, current_s) >= away_s:
             return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
-        if now - since.get(HeadAnswer.SILENT, now) >= silent_s:
+        if current_s - began_by_answer.get(HeadAnswer.SILENT, current_s) >= silent_s:
             return f"has not answered for {silent_s:g} s (cluster.place_deadline_s)"
         await trio.sleep(_LOOK_S)
 
@@ -127,10 +131,10 @@ async def _ended(address: str, job: str, limiter: trio.CapacityLimiter) -> bool:
 
 
 def _is_dead(address: str, job: str) -> bool:
-    jobs = _RAYLET.GcsClient(address=address).get_all_job_info(
+    job_infos = _RAYLET.GcsClient(address=address).get_all_job_info(
         job_or_submission_id=job, skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
-    return any(info.is_dead for id, info in jobs.items() if id.hex() == job)
+    return any(job_info.is_dead for job_id, job_info in job_infos.items() if job_id.hex() == job)
 
 
 def job() -> str:
@@ -147,7 +151,7 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
     """Join the cluster at `address`. `again`: the folder of a run that was in one before, so it waits for a head.
 
     Raises UsageError if there is none."""
-    why = "the head does not answer"
+    failure_text = "the head does not answer"
     with trio.move_on_after(deadline_s):  # Ray itself tries for many minutes
         while True:
             try:
@@ -158,11 +162,11 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
             except UsageError as error:
                 if not again:
                     raise
-                why = f"it could not be joined ({error})"
+                failure_text = f"it could not be joined ({error})"
                 await trio.sleep(_LOOK_S)
     elsewhere = f"; if it is elsewhere: agentrl train --resume {again} --set cluster.address=HOST:PORT" if again else ""
     raise UsageError(
-        f"no Ray cluster at cluster.address = {address!r}: {why} within {deadline_s:g} s"
+        f"no Ray cluster at cluster.address = {address!r}: {failure_text} within {deadline_s:g} s"
         f" (cluster.place_deadline_s): look with `ray status`{elsewhere}"
     )
 
@@ -214,14 +218,14 @@ async def result(reference: Any, deadline_s: float) -> Any:
     """Wait for a Ray call. Raises TooSlowError, or its error."""
     # Ray's futures speak asyncio or threads. A callback that wakes the loop costs nothing while it waits; a thread for
     # each pending call would be one for each child, all of them stuck when the head is.
-    token, done = trio.lowlevel.current_trio_token(), trio.Event()
+    trio_token, done_event = trio.lowlevel.current_trio_token(), trio.Event()
 
     def tell(_: object) -> None:
         with suppress(trio.RunFinishedError):
-            token.run_sync_soon(done.set)
+            trio_token.run_sync_soon(done_event.set)
 
-    future = reference.future()
-    future.add_done_callback(tell)
+    ray_future = reference.future()
+    ray_future.add_done_callback(tell)
     with trio.fail_after(deadline_s):
-        await done.wait()
-    return future.result()
+        await done_event.wait()
+    return ray_future.result()

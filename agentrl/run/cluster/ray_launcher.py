@@ -92,8 +92,8 @@ class Seat:
 
     def place(self, port: int) -> tuple[str, int]:
         """The node's address, and a port to serve on: `port` if nobody has it."""
-        host = _host()
-        return host, free_port(host, first=port)
+        node_host = _host()
+        return node_host, free_port(node_host, first=port)
 
     def start(self, command: ChildCommand, defaults: Mapping[str, str]) -> Look:
         """Start the child. What is left of an earlier one is ended."""
@@ -102,26 +102,34 @@ class Seat:
         temporary = self._owner.path / "tmp"
         temporary.mkdir(exist_ok=True)
         # Ray has chosen this seat's GPUs on this node. The supervisor's own numbers are those of another machine.
-        ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+        own_variables = {
+            variable_name: variable_value
+            for variable_name, variable_value in command.env.items()
+            if variable_name != "CUDA_VISIBLE_DEVICES"
+        }
         variables = command.withheld.without(defaults)
-        lacking = {name: value for name, value in variables.items() if name not in os.environ}
-        beat = None if command.beat is None else self._owner.path / "beat"
-        env = {**lacking, **command.variables(), **ours, NODE_TMP: str(temporary)}
-        here = replace(command, env=env, beat=beat, mark=self._owner.mark)
-        self._status, self._child = None, Local().start("", here)
+        missing_variables = {
+            variable_name: variable_value
+            for variable_name, variable_value in variables.items()
+            if variable_name not in os.environ
+        }
+        beat_path = None if command.beat is None else self._owner.path / "beat"
+        environment = {**missing_variables, **command.variables(), **own_variables, NODE_TMP: str(temporary)}
+        local_command = replace(command, env=environment, beat=beat_path, mark=self._owner.mark)
+        self._status, self._child = None, Local().start("", local_command)
         return self.look()
 
     def look(self) -> Look:
         """Return the child's state and renew the lease."""
         self._heard = time.monotonic()
-        child = self._child
-        if child is None:
+        seated_child = self._child
+        if seated_child is None:
             return Look()
-        if self._status is None and (status := child.poll()) is not None:
-            trio.run(end_group, child.pid)
-            self._status = status
-        beats = child.beat is not None
-        return Look(child.pid, self._status, child.count() if beats else 0, child.stopped())
+        if self._status is None and (exit_status := seated_child.poll()) is not None:
+            trio.run(end_group, seated_child.pid)
+            self._status = exit_status
+        has_beats = seated_child.beat is not None
+        return Look(seated_child.pid, self._status, seated_child.count() if has_beats else 0, seated_child.stopped())
 
     def terminate(self) -> None:
         if self._child is not None:
@@ -213,8 +221,12 @@ class RayLauncher:
     async def open(self) -> None:
         """Reserve the nodes and seat every child. Raises UsageError if the cluster is too small or a node does not see
         the run's folder."""
-        first = bundles(self._config, self._size, await self._ranks())
-        self._bundles = {name: need for name, need in first.items() if _always(name, self._config)}
+        first_bundles = bundles(self._config, self._size, await self._ranks())
+        self._bundles = {
+            child_name: requirement
+            for child_name, requirement in first_bundles.items()
+            if _always(child_name, self._config)
+        }
         self._marker.write_text(self._text)
         self._nursery.start_soon(self._renew)
         await called(self._reserve)
@@ -223,8 +235,8 @@ class RayLauncher:
         except trio.TooSlowError:
             raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._hint}") from None
         async with trio.open_nursery() as nursery:
-            for name in first:
-                nursery.start_soon(self._seat_first, name)
+            for child_name in first_bundles:
+                nursery.start_soon(self._seat_first, child_name)
 
     async def _seat_first(self, name: str) -> None:
         try:
@@ -236,8 +248,8 @@ class RayLauncher:
         """Renew the leases of seats without a child, too."""
         while True:
             await trio.sleep(self._cluster.lease_s / 4)
-            for seat in self._seats.values():
-                seat.look.remote()
+            for seat_actor in self._seats.values():
+                seat_actor.look.remote()
 
     def _reserve(self) -> None:
         # One placement group for what no run is without: it is granted as a whole or not at all. Two runs that each get
@@ -250,14 +262,18 @@ class RayLauncher:
         return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
 
     async def _no_place(self, requested_bundles: Sequence[Mapping[str, float]]) -> str:
-        need = {kind: sum(bundle.get(kind, 0.0) for bundle in requested_bundles) for kind in ("CPU", "GPU")}
-        nothing = f"Ray found no place for {_describe(need)} within {self._cluster.place_deadline_s:g} s"
+        total_need = {
+            resource: sum(bundle.get(resource, 0.0) for bundle in requested_bundles) for resource in ("CPU", "GPU")
+        }
+        refusal_text = f"Ray found no place for {_describe(total_need)} within {self._cluster.place_deadline_s:g} s"
         with trio.move_on_after(_CALL_S):
-            nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]
-            capacities = "; ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
-            free = _describe(await called(_RAY.available_resources))
-            return f"{nothing} (cluster.place_deadline_s); nodes: {capacities}; free now: {free}"
-        return f"{nothing} (cluster.place_deadline_s), and its head does not answer"
+            live_nodes = [node_info for node_info in await called(_RAY.nodes) if node_info["Alive"]]
+            capacities = "; ".join(
+                f"{node_info['NodeManagerAddress']}: {_describe(node_info['Resources'])}" for node_info in live_nodes
+            )
+            free_text = _describe(await called(_RAY.available_resources))
+            return f"{refusal_text} (cluster.place_deadline_s); nodes: {capacities}; free now: {free_text}"
+        return f"{refusal_text} (cluster.place_deadline_s), and its head does not answer"
 
     @property
     def _hint(self) -> str:
@@ -267,9 +283,9 @@ class RayLauncher:
 
     async def place(self, name: str, port: int) -> tuple[str, int]:
         """Return the address of the seat's node and a port there. See `Launcher.place`."""
-        seat = await self._seat(name)
+        seat_actor = await self._seat(name)
         try:
-            return cast("tuple[str, int]", await result(seat.place.remote(port), self._cluster.place_deadline_s))
+            return cast("tuple[str, int]", await result(seat_actor.place.remote(port), self._cluster.place_deadline_s))
         except (trio.TooSlowError, ray.exceptions.RayError) as error:
             self._drop(name)
             raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
@@ -282,26 +298,30 @@ class RayLauncher:
 
     def start(self, name: str, command: ChildCommand) -> RayProcess:
         """Start the child in its seat, or in a new one if that is lost; returns at once."""
-        process = RayProcess()
-        self._nursery.start_soon(self._follow, name, command, process)
-        return process
+        ray_process = RayProcess()
+        self._nursery.start_soon(self._follow, name, command, ray_process)
+        return ray_process
 
     async def watch(self) -> None:
         """See `Launcher.watch`. A child that no call can end is ended by its lease."""
         silent_s = self._cluster.place_deadline_s
         try:
-            why = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
-            problem = f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one"
+            loss_text = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
+            problem = (
+                f"Ray's head at {self._head} {loss_text}, and its cluster is gone with it. Once there is a new one"
+            )
         except ray_head.JobEnded:
             problem = (
                 "Ray lost the node of this machine (its raylet ended), and ends all processes of a run whose supervisor"
                 f" was on it. Start it again (ray start --address={self._head})"
             )
         self.lost = True
-        for scope in self._asking:
-            scope.cancel()
-        how = f"go on with agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
-        raise ClusterLost(f"{problem}, {how}")
+        for cancel_scope in self._asking:
+            cancel_scope.cancel()
+        resume_hint = (
+            f"go on with agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
+        )
+        raise ClusterLost(f"{problem}, {resume_hint}")
 
     async def close(self) -> None:
         """End every seat and give the nodes back."""
@@ -310,8 +330,8 @@ class RayLauncher:
             return
 
         def end() -> None:
-            for seat in self._seats.values():
-                _RAY.kill(seat)
+            for seat_actor in self._seats.values():
+                _RAY.kill(seat_actor)
             if self._group is not None:
                 _UTIL.remove_placement_group(self._group)
 
@@ -325,73 +345,77 @@ class RayLauncher:
         NoRoom if none is placed in time."""
         if name in self._seats:
             return self._seats[name]
-        need, chosen = demand(self._config, name, await self._ranks()), dict[str, Any]()
+        requirement, placement = demand(self._config, name, await self._ranks()), dict[str, Any]()
         if name in self._bundles:
-            place = list(self._bundles).index(name)
-            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=place
+            bundle_index = list(self._bundles).index(name)
+            placement["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle_index
             )
         else:
-            chosen["resources"] = self._here
-        remote = _RAY.remote(num_cpus=need["CPU"], num_gpus=need.get("GPU", 0))(Seat).options(
+            placement["resources"] = self._here
+        actor_class = _RAY.remote(num_cpus=requirement["CPU"], num_gpus=requirement.get("GPU", 0))(Seat).options(
             name=f"{name}.{secrets.token_hex(3)}",
-            **chosen,
+            **placement,
             # Else Ray's worker kills the janitor, before it has ended what the child left.
             runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
         )
-        seat: Any = None
+        seat_actor: Any = None
         try:
-            seat = await called(partial(remote.remote, self._cluster.lease_s))
+            seat_actor = await called(partial(actor_class.remote, self._cluster.lease_s))
             # Asked at once whether this node sees the run's folder: without it the child would start, find no store or
             # no model, and die with an error about a missing file that names a path which exists.
-            pending = seat.sees.remote(str(self._marker), self._text)
-            node, host, sees = await result(pending, self._cluster.place_deadline_s)
+            pending_look = seat_actor.sees.remote(str(self._marker), self._text)
+            node_id, node_host, sees_folder = await result(pending_look, self._cluster.place_deadline_s)
         except BaseException as error:
             # A seat that was requested and is not wanted any more must be killed by hand, or Ray places it later, and
             # it holds a GPU that nobody knows of until its lease ends.
-            if seat is not None:
-                self._kill(seat)
+            if seat_actor is not None:
+                self._kill(seat_actor)
             if isinstance(error, trio.TooSlowError):
-                raise NoRoom(f"{name}: {await self._no_place([need])}") from None
+                raise NoRoom(f"{name}: {await self._no_place([requirement])}") from None
             if isinstance(error, ray.exceptions.RayError):
                 raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
             raise
-        if not sees:
-            self._kill(seat)
-            hint = "put --out on a file system that all nodes mount at the same path"
-            raise UsageError(f"node {host} does not see the run's folder {self._marker.parent}: {hint}")
-        self._seats[name], self._nodes[name] = seat, node
-        return seat
+        if not sees_folder:
+            self._kill(seat_actor)
+            correction = "put --out on a file system that all nodes mount at the same path"
+            raise UsageError(f"node {node_host} does not see the run's folder {self._marker.parent}: {correction}")
+        self._seats[name], self._nodes[name] = seat_actor, node_id
+        return seat_actor
 
     @contextmanager
     def _while_there_is_a_head(self) -> Generator[None]:
         """The body ends, without an error, when the head is lost."""
-        with trio.CancelScope() as scope:
-            self._asking.add(scope)
+        with trio.CancelScope() as cancel_scope:
+            self._asking.add(cancel_scope)
             if self.lost:
-                scope.cancel()
+                cancel_scope.cancel()
             try:
                 yield
             finally:
-                self._asking.discard(scope)
+                self._asking.discard(cancel_scope)
 
     async def _follow(self, name: str, command: ChildCommand, process: RayProcess) -> None:
         """Start the child and look at it until it has ended. A lost seat's child has ended when its lease has."""
-        heard = trio.current_time()
+        last_answer_s = trio.current_time()
         try:
-            seat: Any = None
+            seat_actor: Any = None
             with self._while_there_is_a_head():
-                seat = await self._seat(name)
-            if seat is None or process.killed:
+                seat_actor = await self._seat(name)
+            if seat_actor is None or process.killed:
                 process.end(-signal.SIGKILL)
                 return
-            defaults = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
-            process.seat, heard = seat, trio.current_time()
-            process.last = await result(seat.start.remote(_portable(command), defaults), self._cluster.lease_s)
+            defaults = {
+                variable_name: variable_value
+                for variable_name, variable_value in os.environ.items()
+                if not variable_name.startswith(_OURS)
+            }
+            process.seat, last_answer_s = seat_actor, trio.current_time()
+            process.last = await result(seat_actor.start.remote(_portable(command), defaults), self._cluster.lease_s)
             while process.last.status is None:
-                heard = trio.current_time()
+                last_answer_s = trio.current_time()
                 await trio.sleep(_LOOK_S)
-                process.last = await result(seat.look.remote(), self._cluster.lease_s)
+                process.last = await result(seat_actor.look.remote(), self._cluster.lease_s)
             process.ended.set()
         except (UsageError, RunFailed) as error:
             command.error.write_text(f"{error}\n")
@@ -403,15 +427,15 @@ class RayLauncher:
             # If Ray is certain that the actor died, on a node that is well, its child died with it and can be started
             # again at once. Otherwise the node may only be cut off with the child alive on it, and a second process of
             # the same name must wait until the lease has certainly ended.
-            with trio.move_on_at(heard + self._cluster.lease_s):  # it may be cut off, and live until then
+            with trio.move_on_at(last_answer_s + self._cluster.lease_s):  # it may be cut off, and live until then
                 actor_died = isinstance(error, ray.exceptions.ActorDiedError)
                 if not actor_died or not await called(partial(_lives, self._nodes.get(name))):
                     await trio.sleep_forever()
             process.end(-signal.SIGKILL)
 
     def _drop(self, name: str) -> None:
-        if (seat := self._seats.pop(name, None)) is not None:
-            self._kill(seat)
+        if (seat_actor := self._seats.pop(name, None)) is not None:
+            self._kill(seat_actor)
 
     def _kill(self, seat: Any) -> None:
         """End a seat, which Ray does through its head: nobody waits for it."""
@@ -426,28 +450,28 @@ class RayLauncher:
 
 def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
     """Return what Ray reserves for each child, by name, in a run of this size whose learner has `ranks` ranks."""
-    engines = [f"engine-{number}" for number in range(size.engines)]
-    engines += [f"engine-role-{role}-{number}" for role in config.role_models for number in range(size.engines)]
-    engines += [f"engine-given-{number}" for number in range(len(config.rollout.frozen_models()))]
-    names = [*engines, *(f"worker-{number}" for number in range(size.workers)), "learner"]
-    return {name: demand(config, name, ranks) for name in names}
+    engine_names = [f"engine-{number}" for number in range(size.engines)]
+    engine_names += [f"engine-role-{role}-{number}" for role in config.role_models for number in range(size.engines)]
+    engine_names += [f"engine-given-{number}" for number in range(len(config.rollout.frozen_models()))]
+    child_names = [*engine_names, *(f"worker-{number}" for number in range(size.workers)), "learner"]
+    return {child_name: demand(config, child_name, ranks) for child_name in child_names}
 
 
 def demand(config: RunConfig, name: str, ranks: int) -> dict[str, float]:
     """Return what Ray reserves for the child `name`; `ranks` is the number of the learner's ranks."""
-    cluster, times = config.cluster, 1
+    cluster, rank_count = config.cluster, 1
     if name == "learner":
-        part, times = cluster.learner, ranks
+        cluster_part, rank_count = cluster.learner, ranks
     else:
-        part = cluster.engine if name.startswith("engine") else cluster.workers
-    gpus = getattr(part, "gpus", 0)
-    return {"CPU": times * part.cpus} | ({"GPU": float(times * gpus)} if gpus else {})
+        cluster_part = cluster.engine if name.startswith("engine") else cluster.workers
+    gpu_count = getattr(cluster_part, "gpus", 0)
+    return {"CPU": rank_count * cluster_part.cpus} | ({"GPU": float(rank_count * gpu_count)} if gpu_count else {})
 
 
 def _always(name: str, config: RunConfig) -> bool:
     """Whether no run is without it, however small it becomes, and it keeps its size."""
-    learner = name == "learner" and config.cluster.controller is None
-    return learner or name.endswith("-0") or name.startswith("engine-given-")
+    is_fixed_learner = name == "learner" and config.cluster.controller is None
+    return is_fixed_learner or name.endswith("-0") or name.startswith("engine-given-")
 
 
 @asynccontextmanager
@@ -463,9 +487,9 @@ async def connected(
     the body begins, which may be long after: what it raises ends the wait.
 
     Raises UsageError if there is no such cluster, or no room in it."""
-    ours, cluster = not _RAY.is_initialized(), config.cluster
-    lost = False
-    if ours:
+    joins_here, cluster = not _RAY.is_initialized(), config.cluster
+    is_lost = False
+    if joins_here:
         async with beside(meanwhile):
             await ray_head.join(
                 cluster.address, cluster.place_deadline_s, again=run.path if os.environ.pop(AGAIN, None) else None
@@ -479,25 +503,25 @@ async def connected(
                 yield launcher
             finally:
                 await launcher.close()
-                lost = launcher.lost
+                is_lost = launcher.lost
                 nursery.cancel_scope.cancel()
     finally:
-        if ours:
-            await ray_head.leave(lost=lost)
+        if joins_here:
+            await ray_head.leave(lost=is_lost)
 
 
 def _portable(command: ChildCommand) -> ChildCommand:
     """Spell out the command's folders, since a node has another working folder. This interpreter becomes the seat's
     own."""
-    places = {name: getattr(command, name).resolve() for name in ("log", "error")}
-    ours = command.variables()
-    path = {"PYTHONPATH": ours["PYTHONPATH"]}
-    return replace(command, **places, env={**path, **command.env}, python=sys.executable)
+    absolute_paths = {field_name: getattr(command, field_name).resolve() for field_name in ("log", "error")}
+    own_variables = command.variables()
+    python_path = {"PYTHONPATH": own_variables["PYTHONPATH"]}
+    return replace(command, **absolute_paths, env={**python_path, **command.env}, python=sys.executable)
 
 
 def _lives(node: str | None) -> bool:
     """Whether a node is well, so that Ray knows of a dead actor of it that it is dead."""
-    return any(entry["Alive"] and entry["NodeID"] == node for entry in _RAY.nodes())
+    return any(node_entry["Alive"] and node_entry["NodeID"] == node for node_entry in _RAY.nodes())
 
 
 def _host() -> str:
@@ -505,7 +529,10 @@ def _host() -> str:
 
 
 def _describe(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "none free"
+    return (
+        ", ".join(f"{resources[resource]:g} {resource}" for resource in ("CPU", "GPU") if resources.get(resource))
+        or "none free"
+    )
 
 
 def _line(error: BaseException) -> str:

@@ -26,10 +26,12 @@ def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     step back."""
     is_written = False
     while not is_written:  # somebody else may make a request meanwhile
-        last = requested(store.meta)
+        last_request = requested(store.meta)
         # Compared and swapped, in a loop: a request of a person and a move of the controller may come together, and
         # each changes one part of the same row.
-        is_written = REQUESTED_SIZE.swap(store, last, {**change(dict(last)), "request": last.get("request", 0) + 1})
+        is_written = REQUESTED_SIZE.swap(
+            store, last_request, {**change(dict(last_request)), "request": last_request.get("request", 0) + 1}
+        )
 
 
 def ranks(config: RunConfig, meta: Meta) -> int:
@@ -51,8 +53,8 @@ def take_back(store: RunStore, why: str) -> None:
     """Request the split of before again: the learner finds no place for the new one."""
 
     def taken_back(last: dict[str, Any]) -> dict[str, Any]:
-        before = last.pop("was")
-        return {**last, **before, "refused": why}
+        earlier_counts = last.pop("was")
+        return {**last, **earlier_counts, "refused": why}
 
     write(store, taken_back)
 

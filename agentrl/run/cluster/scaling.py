@@ -47,15 +47,19 @@ class Size:
     @classmethod
     def of(cls, config: RunConfig) -> Size:
         """Return the size that the run file sets."""
-        engine = config.engine
-        return cls(0 if engine.urls else len(engine.places), config.rollout.workers)
+        engine_settings = config.engine
+        return cls(0 if engine_settings.urls else len(engine_settings.places), config.rollout.workers)
 
     def count(self, kind: Kind) -> int:
         return self.engines if kind == "engine" else self.workers
 
     def __str__(self) -> str:
-        counts = ((self.engines, "engine"), (self.workers, "worker"))
-        return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
+        child_counts = ((self.engines, "engine"), (self.workers, "worker"))
+        return " and ".join(
+            f"{child_count} {kind_name}{'' if child_count == 1 else 's'}"
+            for child_count, kind_name in child_counts
+            if child_count
+        )
 
     def at_most(self, other: Size) -> Size:
         return Size(min(self.engines, other.engines), min(self.workers, other.workers))
@@ -73,52 +77,58 @@ class ScaledChild(NamedTuple):
 
 def requested_size(config: RunConfig, meta: Meta) -> Size:
     """The numbers requested last; those of the run file, if none were."""
-    request, size = requested(meta), Size.of(config)
-    return Size(request.get("engines", size.engines), request.get("workers", size.workers))
+    last_request, configured_size = requested(meta), Size.of(config)
+    return Size(
+        last_request.get("engines", configured_size.engines), last_request.get("workers", configured_size.workers)
+    )
 
 
 def workers_of(config: RunConfig, meta: Meta) -> list[int]:
     """The numbers of the workers that the run has now. One that is not among them leaves."""
-    numbers = WORKERS.of(meta)
-    return list(range(config.rollout.workers)) if numbers is None else numbers
+    worker_numbers = WORKERS.of(meta)
+    return list(range(config.rollout.workers)) if worker_numbers is None else worker_numbers
 
 
 def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
     """Request these numbers; None leaves one as it is. Returns the size requested now. Raises ConfigError,
     UsageError."""
-    config = run.config()
+    run_config = run.config()
     if engines is None and workers is None:
         raise UsageError(f"say how many: agentrl scale {run.path} --engines N --workers M")
-    for name, number in (("--engines", engines), ("--workers", workers)):
-        if number is not None and number < 1:
-            raise ConfigError(name, number, "a run has at least one of each: give 1 or more")
+    for count_name, child_count in (("--engines", engines), ("--workers", workers)):
+        if child_count is not None and child_count < 1:
+            raise ConfigError(count_name, child_count, "a run has at least one of each: give 1 or more")
     if engines is not None:
-        _check_engines(config, engines, run)
-    with RunStore.open(run.store_path) as store:
-        numbers = {"engines": engines, "workers": workers}
-        new = {name: number for name, number in numbers.items() if number is not None}
-        scale_requests.write(store, lambda last: last | new)
-        return requested_size(config, store.meta)
+        _check_engines(run_config, engines, run)
+    with RunStore.open(run.store_path) as run_store:
+        requested_counts = {"engines": engines, "workers": workers}
+        changed_counts = {
+            count_name: child_count for count_name, child_count in requested_counts.items() if child_count is not None
+        }
+        scale_requests.write(run_store, lambda last: last | changed_counts)
+        return requested_size(run_config, run_store.meta)
 
 
 def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
-    gone = {name for name, is_reset in (("engines", engines), ("workers", workers)) if is_reset}
-    gone |= {"ranks", "was"} if engines else set[str]()
-    scale_requests.write(store, lambda last: {name: value for name, value in last.items() if name not in gone})
+    removed_keys = {kind_name for kind_name, is_reset in (("engines", engines), ("workers", workers)) if is_reset}
+    removed_keys |= {"ranks", "was"} if engines else set[str]()
+    scale_requests.write(store, lambda last: {name: value for name, value in last.items() if name not in removed_keys})
 
 
 def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
     if config.cluster.controller is not None:
-        hint = "it moves them by itself: for others, start a run without it, or with other bounds"
-        raise ConfigError("--engines", engines, f"this run has a controller (cluster.controller): {hint}")
-    engine, resume = config.engine, f"agentrl stop {run.path}; agentrl train --resume {run.path}"
-    if engine.urls:
-        hint = f"start another server, then {resume} --set 'engine.urls=[…]'"
-        raise ConfigError("--engines", engines, f"this run did not start its engines (engine.urls): {hint}")
-    if engine.gpus and engines > len(engine.gpus):
-        hint = f"{resume} --set 'engine.replicas=[…]'"
-        raise ConfigError("--engines", engines, f"engine.replicas names GPUs for {len(engine.gpus)}: {hint}")
+        correction = "it moves them by itself: for others, start a run without it, or with other bounds"
+        raise ConfigError("--engines", engines, f"this run has a controller (cluster.controller): {correction}")
+    engine_settings, resume_command = config.engine, f"agentrl stop {run.path}; agentrl train --resume {run.path}"
+    if engine_settings.urls:
+        correction = f"start another server, then {resume_command} --set 'engine.urls=[…]'"
+        raise ConfigError("--engines", engines, f"this run did not start its engines (engine.urls): {correction}")
+    if engine_settings.gpus and engines > len(engine_settings.gpus):
+        correction = f"{resume_command} --set 'engine.replicas=[…]'"
+        raise ConfigError(
+            "--engines", engines, f"engine.replicas names GPUs for {len(engine_settings.gpus)}: {correction}"
+        )
 
 
 # --- the supervisor's side
@@ -192,25 +202,31 @@ class Scaler:
         return requested_size(self.config, store.meta), int(requested(store.meta).get("request", 0))
 
     def _look(self, size: Size, request: int, nursery: trio.Nursery) -> None:
-        for kind in KINDS:
-            present, count = self.children.present(kind), size.count(kind)
-            for part in (ScaledChild(kind, index) for index in range(count) if index not in present):
-                is_moving = part in self._coming or part in self._going
-                if not is_moving and self._abandoned.get(part) != request:
-                    self._coming[part] = trio.CancelScope()
-                    nursery.start_soon(self._join, part, request)
-            for part in (ScaledChild(kind, index) for index in present if index >= count):
-                if part not in self._going:
-                    self._going.add(part)
-                    nursery.start_soon(self._leave, part)
-        unwanted = [part for part in (*self._coming, *self._trouble) if part.number >= size.count(part.kind)]
-        for part in unwanted:
-            if part in self._coming:
-                self._coming[part].cancel()
-            self._trouble.pop(part, None)
+        for child_kind in KINDS:
+            present_numbers, child_count = self.children.present(child_kind), size.count(child_kind)
+            for scaled_child in (
+                ScaledChild(child_kind, index) for index in range(child_count) if index not in present_numbers
+            ):
+                is_moving = scaled_child in self._coming or scaled_child in self._going
+                if not is_moving and self._abandoned.get(scaled_child) != request:
+                    self._coming[scaled_child] = trio.CancelScope()
+                    nursery.start_soon(self._join, scaled_child, request)
+            for scaled_child in (ScaledChild(child_kind, index) for index in present_numbers if index >= child_count):
+                if scaled_child not in self._going:
+                    self._going.add(scaled_child)
+                    nursery.start_soon(self._leave, scaled_child)
+        surplus = [
+            scaled_child
+            for scaled_child in (*self._coming, *self._trouble)
+            if scaled_child.number >= size.count(scaled_child.kind)
+        ]
+        for scaled_child in surplus:
+            if scaled_child in self._coming:
+                self._coming[scaled_child].cancel()
+            self._trouble.pop(scaled_child, None)
 
     async def _join(self, part: ScaledChild, request: int) -> None:
-        budget = RestartBudget(allowed=2)
+        restart_budget = RestartBudget(allowed=2)
         try:
             with self._coming[part]:
                 while True:
@@ -226,7 +242,7 @@ class Scaler:
                         raise
                     except AgentRLError as error:
                         self._trouble[part] = str(error)
-                        await budget.spend(str(error))
+                        await restart_budget.spend(str(error))
         except AgentRLError as error:
             self._trouble[part], self._abandoned[part] = str(error), request
         finally:
@@ -240,9 +256,11 @@ class Scaler:
 
     async def _tell(self) -> None:
         progress = {
-            "coming": sorted(str(part) for part in self._coming),
-            "going": sorted(str(part) for part in self._going),
-            "trouble": {str(part): why for part, why in sorted(self._trouble.items())},
+            "coming": sorted(str(scaled_child) for scaled_child in self._coming),
+            "going": sorted(str(scaled_child) for scaled_child in self._going),
+            "trouble": {
+                str(scaled_child): trouble_text for scaled_child, trouble_text in sorted(self._trouble.items())
+            },
         }
         if progress != self._reported:
             await self.tell(SCALING, progress)
@@ -255,25 +273,25 @@ class Scaler:
 def describe(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
     """Describe the size of a run for `agentrl status --json`: the requested one, and for a live run the sizes
     `present`, the children `coming` and `going`, and by name the `trouble` of children that do not start."""
-    state: dict[str, Any] = {"wanted": asdict(requested_size(config, meta))}
+    size_state: dict[str, Any] = {"wanted": asdict(requested_size(config, meta))}
     if live:
-        urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
-        state["present"] = asdict(Size(urls, len(workers_of(config, meta))))
-        state |= SCALING.of(meta)
-    return state
+        engine_count = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
+        size_state["present"] = asdict(Size(engine_count, len(workers_of(config, meta))))
+        size_state |= SCALING.of(meta)
+    return size_state
 
 
 def line(size: Mapping[str, Any]) -> str:
     """Format the description of a size as one line for a person."""
-    present = cast("dict[str, int] | None", size.get("present"))
-    counts = list[str]()
-    for name, count in size["wanted"].items():
-        if present and present[name] != count:
-            counts.append(f"{present[name]} of {count} {name}")
-        elif count:
-            counts.append(f"{count} {name if count != 1 else name[:-1]}")
-    moves = [f"{', '.join(size[key])} {verb}" for key, verb in _MOVES if size.get(key)]
-    return "; ".join([", ".join(counts), *moves])
+    present_counts = cast("dict[str, int] | None", size.get("present"))
+    count_texts = list[str]()
+    for kind_name, requested_count in size["wanted"].items():
+        if present_counts and present_counts[kind_name] != requested_count:
+            count_texts.append(f"{present_counts[kind_name]} of {requested_count} {kind_name}")
+        elif requested_count:
+            count_texts.append(f"{requested_count} {kind_name if requested_count != 1 else kind_name[:-1]}")
+    move_texts = [f"{', '.join(size[move_key])} {move_verb}" for move_key, move_verb in _MOVES if size.get(move_key)]
+    return "; ".join([", ".join(count_texts), *move_texts])
 
 
 _MOVES = (("coming", "to come"), ("going", "to leave"))

@@ -32,21 +32,21 @@ _OVER = ("FAILED", "STOPPED", "SUCCEEDED")
 
 def entrypoint(file: Path, out: Path, settings: Sequence[str]) -> str:
     """The shell command that trains in `out` from the text of `file`, which is kept beside it."""
-    agentrl, copy = Path(sys.executable).parent / "agentrl", out.with_name(f"{out.name}.toml")
+    executable, copied_file = Path(sys.executable).parent / "agentrl", out.with_name(f"{out.name}.toml")
     all_settings = ["cluster.launcher=ray", "cluster.address=auto", *settings]
-    words = [
-        str(agentrl),
+    command_words = [
+        str(executable),
         "train",
-        str(copy),
+        str(copied_file),
         "--out",
         str(out),
-        *(word for setting in all_settings for word in ("--set", setting)),
+        *(option_word for setting in all_settings for option_word in ("--set", setting)),
     ]
     # The run file travels as text inside the command: the machine that submits need not share a disk with the cluster,
     # and Ray's own upload of a working folder would take everything beside the file along.
-    text = shlex.quote(file.read_text(encoding="utf-8"))
-    write_file = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {text} > {shlex.quote(str(copy))}"
-    return f"{write_file} && exec {shlex.join(words)}"
+    quoted_text = shlex.quote(file.read_text(encoding="utf-8"))
+    write_file = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {quoted_text} > {shlex.quote(str(copied_file))}"
+    return f"{write_file} && exec {shlex.join(command_words)}"
 
 
 def submit(
@@ -61,35 +61,39 @@ def submit(
     waits after `deadline_s`. `transport` takes the place of the network.
 
     Raises UsageError if there is no such cluster, or with the last lines of a job that failed at once."""
-    token = os.environ.get(TOKEN)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=address, timeout=_CALL_S, transport=transport, headers=headers) as client:
-        job = str(_call(client, "POST", "/api/jobs/", {"entrypoint": command})["submission_id"])
+    api_token = os.environ.get(TOKEN)
+    headers = {"Authorization": f"Bearer {api_token}"} if api_token else {}
+    with httpx.Client(base_url=address, timeout=_CALL_S, transport=transport, headers=headers) as http_client:
+        job_id = str(_call(http_client, "POST", "/api/jobs/", {"entrypoint": command})["submission_id"])
         deadline = time.monotonic() + deadline_s
         while True:
-            state = _call(client, "GET", f"/api/jobs/{job}")
-            if state["status"] in _OVER:
-                log_lines = str(_call(client, "GET", f"/api/jobs/{job}/logs").get("logs", "")).strip().splitlines()
-                why = " | ".join(log_lines[-_LINES:]) or str(state.get("message"))
-                raise UsageError(f"job {job} at {address} has ended ({state['status']}): {why}")
-            if state["status"] == "RUNNING" or time.monotonic() > deadline:
-                return job
+            job_state = _call(http_client, "GET", f"/api/jobs/{job_id}")
+            if job_state["status"] in _OVER:
+                log_lines = (
+                    str(_call(http_client, "GET", f"/api/jobs/{job_id}/logs").get("logs", "")).strip().splitlines()
+                )
+                failure_text = " | ".join(log_lines[-_LINES:]) or str(job_state.get("message"))
+                raise UsageError(f"job {job_id} at {address} has ended ({job_state['status']}): {failure_text}")
+            if job_state["status"] == "RUNNING" or time.monotonic() > deadline:
+                return job_id
             sleep(_POLL_S)
 
 
 def _call(client: httpx.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:
     address = str(client.base_url).rstrip("/")
     try:
-        answer = client.request(method, path, json=body)
+        response = client.request(method, path, json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        hint = "give that of the head's dashboard, http://HEAD:8265 (pip install 'ray[default]' on the head)"
-        raise UsageError(f"--address = {address!r} does not answer ({error or type(error).__name__}): {hint}") from None
-    if answer.status_code in (401, 403):
+        correction = "give that of the head's dashboard, http://HEAD:8265 (pip install 'ray[default]' on the head)"
+        raise UsageError(
+            f"--address = {address!r} does not answer ({error or type(error).__name__}): {correction}"
+        ) from None
+    if response.status_code in (401, 403):
         raise UsageError(f"{address} asks for its token: set {TOKEN} (on the head: ray get-auth-token)")
     content: Any = None
     with suppress(ValueError):
-        content = answer.json() if answer.is_success else None
+        content = response.json() if response.is_success else None
     if not isinstance(content, dict):
-        lines = answer.text.strip().splitlines() or [""]
-        raise UsageError(f"{address}{path} answered {answer.status_code}: {lines[-1][:200]}")
+        text_lines = response.text.strip().splitlines() or [""]
+        raise UsageError(f"{address}{path} answered {response.status_code}: {text_lines[-1][:200]}")
     return cast("dict[str, Any]", content)
