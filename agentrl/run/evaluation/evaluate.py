@@ -50,19 +50,21 @@ def evaluate(
 
     Raises UsageError for what cannot be measured, RunFailed if no episode of a server could be played."""
     check_no_loop("agentrl.evaluate")
-    folder = None if out is None else Path(out)
+    out_folder = None if out is None else Path(out)
     if env is not None and not isinstance(env, str):
-        env = reference_of(env, folder or Path("runs/evaluation"))
+        env = reference_of(env, out_folder or Path("runs/evaluation"))
     if not str(model).startswith(("http://", "https://")):
         if name is not None or api_key is not None:
             raise UsageError(f"agentrl.evaluate: name and api_key are for a server's URL, and {model} is none")
-        return trainer.measure(model, env, n, settings, out=folder)
+        return trainer.measure(model, env, n, settings, out=out_folder)
     if env is None:
         raise UsageError(f"agentrl.evaluate: {model} is a server: name the environment, env=…")
-    url = str(model)
-    check_url("model", url)
+    server_url = str(model)
+    check_url("model", server_url)
     return [
-        of_server(url, name or only_model(url, api_key), env, n, settings, folder, api_key, concurrency),
+        of_server(
+            server_url, name or only_model(server_url, api_key), env, n, settings, out_folder, api_key, concurrency
+        ),
     ]
 
 
@@ -77,18 +79,20 @@ def of_server(
     concurrency: int,
 ) -> EvalResult:
     """Measure the model `name` of a server; a line for each episode goes to stderr."""
-    config = of_endpoint.configured(name, env, settings)
-    client = ScoringClient(url, model=name, api_key=api_key, concurrency=concurrency)
-    rows = held_out_rows(config)
-    if rows is not None and n is not None and n > rows:
-        notices.note("held-out rows", f"n = {n} asks {rows} rows more than once each: leave n out")
-    endpoint = of_endpoint.Endpoint(client=client, concurrency=concurrency, options=of_endpoint.sampling(config))
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
+    run_config = of_endpoint.configured(name, env, settings)
+    scoring_client = ScoringClient(url, model=name, api_key=api_key, concurrency=concurrency)
+    row_count = held_out_rows(run_config)
+    if row_count is not None and n is not None and n > row_count:
+        notices.note("held-out rows", f"n = {n} asks {row_count} rows more than once each: leave n out")
+    endpoint = of_endpoint.Endpoint(
+        client=scoring_client, concurrency=concurrency, options=of_endpoint.sampling(run_config)
+    )
+    with closing(OwnedFolder(prefer_memory=False)) as owned_folder:
         return of_endpoint.evaluate(
-            config,
+            run_config,
             endpoint,
-            n or rows or _TASKS,
-            out or owner.path,
+            n or row_count or _TASKS,
+            out or owned_folder.path,
             on_result=lambda row: print(of_endpoint.line(row), file=sys.stderr),
         )
 
@@ -98,13 +102,13 @@ def only_model(url: str, api_key: str | None = None) -> str:
     models_url = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        answer = httpx.get(models_url, headers=headers, timeout=_MODELS_S)
-        answer.raise_for_status()
-        names = [str(model["id"]) for model in answer.json()["data"]]
+        response = httpx.get(models_url, headers=headers, timeout=_MODELS_S)
+        response.raise_for_status()
+        model_names = [str(model_entry["id"]) for model_entry in response.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise EngineUnavailable(f"{models_url} does not say which models there are ({error}): give name=…") from error
     # Never the first of several: servers list adapters and aliases beside the model, in any order, and the wrong one
     # would be measured without a word.
-    if len(names) != 1:
-        raise UsageError(f"{url} has the models {', '.join(names) or 'none'}: give one of them, name=…")
-    return names[0]
+    if len(model_names) != 1:
+        raise UsageError(f"{url} has the models {', '.join(model_names) or 'none'}: give one of them, name=…")
+    return model_names[0]

@@ -40,7 +40,7 @@ class EvalResult:
 
     def figures(self) -> dict[str, Any]:
         """Its numbers by their names."""
-        return {name: getattr(self, name) for name in FIGURES}
+        return {figure_name: getattr(self, figure_name) for figure_name in FIGURES}
 
 
 FIGURES = ("success", "outcome", "turns", "tokens", "n", "failed", "pass_at")
@@ -68,24 +68,24 @@ class LabelRead(NamedTuple):
 def read_label(purpose: str, *, now: int) -> LabelRead | None:
     """The reverse of `label`; None for groups that are no evaluation's. `now` is the run's step, for a label that has
     no step of its own."""
-    head, _, rest = purpose.partition(":")
-    name, _, moment = rest.rpartition(":")
-    when, _, step = moment.partition("@")
-    if head != "eval":
+    label_kind, _, label_rest = purpose.partition(":")
+    set_name, _, when_and_step = label_rest.rpartition(":")
+    when, _, step_text = when_and_step.partition("@")
+    if label_kind != "eval":
         return None
-    return LabelRead(name, when, int(step) if step.isdigit() else 0 if when == "before" else now)
+    return LabelRead(set_name, when, int(step_text) if step_text.isdigit() else 0 if when == "before" else now)
 
 
 def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
     """The first `n` tasks of a held-out set; the training environment's arguments are defaults for the set's own."""
-    same = held_out.id is None or held_out.id == config.env.id
+    is_same_env = held_out.id is None or held_out.id == config.env.id
     return [
         Task(
             index=index,
             env=held_out.id or config.env.id,
             seed=held_out.first_seed + index,
-            kwargs={**(config.env.kwargs if same else {}), **held_out.kwargs},
-            options={**(config.env.options if same else {}), **held_out.options},
+            kwargs={**(config.env.kwargs if is_same_env else {}), **held_out.kwargs},
+            options={**(config.env.options if is_same_env else {}), **held_out.options},
         )
         for index in range(n)
     ]
@@ -104,54 +104,62 @@ def schedule(
     """Put an evaluation into the store unless it is there already (after a restart); `again`, also if all its episodes
     failed. `step` is that of the weights (None: those that sample now). Returns its label."""
     purpose = label(held_out.name, when)
-    earlier = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
+    earlier_result = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
     # The label in the store is the memory of what was scheduled: a run that is killed between scheduling and playing
     # goes on with the same groups instead of adding them a second time.
-    if not store.groups.counts(purpose) or (earlier is not None and not earlier.n):
+    if not store.groups.counts(purpose) or (earlier_result is not None and not earlier_result.n):
         store.groups.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
     return purpose
 
 
 def finished(store: RunStore, purpose: str) -> bool:
     """Whether all its episodes were played."""
-    counts = store.groups.counts(purpose)
-    return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
+    state_counts = store.groups.counts(purpose)
+    return not any(state_counts.get(group_state, 0) for group_state in (GroupState.WAITING, GroupState.RUNNING))
 
 
 def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
     """The measured means; None if no episode has ended."""
-    ended = [row for row in store.reads.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
+    ended_rows = [
+        episode_row for episode_row in store.reads.episodes(purpose, limit=_ALL) if episode_row.stop_reason is not None
+    ]
     # Episodes that infrastructure ended are left out of the mean and counted beside it (law 3). Counted as failures of
     # the policy, a broken sandbox would look like a worse model.
-    scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
-    if not ended:
+    scored_rows = [
+        episode_row
+        for episode_row in ended_rows
+        if episode_row.stop_reason is not None and episode_row.stop_reason.by_policy
+    ]
+    if not ended_rows:
         return None
-    tasks: defaultdict[int, list[bool]] = defaultdict(list)
-    for row in scored:
-        tasks[row.group_id].append(bool(row.success))
+    successes_by_group: defaultdict[int, list[bool]] = defaultdict(list)
+    for episode_row in scored_rows:
+        successes_by_group[episode_row.group_id].append(bool(episode_row.success))
     return EvalResult(
         name=name,
-        success=fmean(float(bool(row.success)) for row in scored) if scored else None,
-        outcome=fmean(row.outcome or 0.0 for row in scored) if scored else None,
-        turns=fmean(row.turns for row in scored) if scored else None,
-        tokens=fmean(row.tokens for row in scored) if scored else None,
-        n=len(scored),
-        failed=len(ended) - len(scored),
-        pass_at=pass_at([(len(successes), sum(successes)) for successes in tasks.values()]),
+        success=fmean(float(bool(episode_row.success)) for episode_row in scored_rows) if scored_rows else None,
+        outcome=fmean(episode_row.outcome or 0.0 for episode_row in scored_rows) if scored_rows else None,
+        turns=fmean(episode_row.turns for episode_row in scored_rows) if scored_rows else None,
+        tokens=fmean(episode_row.tokens for episode_row in scored_rows) if scored_rows else None,
+        n=len(scored_rows),
+        failed=len(ended_rows) - len(scored_rows),
+        pass_at=pass_at([(len(successes), sum(successes)) for successes in successes_by_group.values()]),
     )
 
 
 def unmeasured(store: RunStore, config: RunConfig, when: str) -> str:
     """One line on the held-out sets without a single measured episode under `when`; "" if each has one."""
-    lines: list[str] = []
+    set_lines: list[str] = []
     for held_out in config.eval.sets:
         purpose = label(held_out.name, when)
-        summary = result(store, held_out.name, purpose)
-        if summary is not None and not summary.n:
+        set_result = result(store, held_out.name, purpose)
+        if set_result is not None and not set_result.n:
             causes = Counter[str]()
-            for task in store.metrics.failed_tasks(purpose):
-                causes[task.detail or task.reason.value] += task.times
-            (cause, times), *others = causes.most_common() or [("their deadline passed", summary.failed)]
-            more = f" ({times} of them; {len(others)} other causes)" if others else ""
-            lines.append(f"all {summary.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")
-    return "; ".join(lines)
+            for failed_task in store.metrics.failed_tasks(purpose):
+                causes[failed_task.detail or failed_task.reason.value] += failed_task.times
+            (cause, cause_count), *rarer_causes = causes.most_common() or [("their deadline passed", set_result.failed)]
+            counts_text = f" ({cause_count} of them; {len(rarer_causes)} other causes)" if rarer_causes else ""
+            set_lines.append(
+                f"all {set_result.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{counts_text}"
+            )
+    return "; ".join(set_lines)

@@ -42,19 +42,19 @@ class Adapters:
         try:
             self._copy_into(run)
         except OSError as error:  # shutil.Error is one
-            hint = "a run that goes on keeps only its newest: give the same command again"
-            raise UsageError(f"{self.checkpoint} cannot be copied ({error}): {hint}") from None
+            correction = "a run that goes on keeps only its newest: give the same command again"
+            raise UsageError(f"{self.checkpoint} cannot be copied ({error}): {correction}") from None
 
     def _copy_into(self, run: RunDir) -> None:
         checkpoint = run.checkpoints / self.checkpoint.name
         shutil.copytree(self.checkpoint / "adapter", checkpoint / "adapter")
         write_state(checkpoint, {"step": step_of(checkpoint)})  # it trained nothing of this run
-        with RunStore.read(self.source.store_path) as theirs, RunStore.open(run.store_path) as store:
-            members = LEAGUE.of(theirs.meta)
-            if members is not None:
-                LEAGUE.set(store, members)
-        for version, folder in league.folders(self.source).items():
-            shutil.copytree(folder, run.path / "league" / str(version))
+        with RunStore.read(self.source.store_path) as source_store, RunStore.open(run.store_path) as run_store:
+            league_members = LEAGUE.of(source_store.meta)
+            if league_members is not None:
+                LEAGUE.set(run_store, league_members)
+        for version, member_folder in league.folders(self.source).items():
+            shutil.copytree(member_folder, run.path / "league" / str(version))
 
 
 def measured(
@@ -70,27 +70,29 @@ def measured(
     if isinstance(subject, RunConfig):
         document = subject.model_dump(mode="json", exclude_unset=True)
         subject = subject.model
-    elif RunDir(path := Path(subject)).store_path.exists():
-        run = RunDir.open(path)
-        config, checkpoint = run.config(), newest_written(run.checkpoints)
+    elif RunDir(subject_path := Path(subject)).store_path.exists():
+        run_folder = RunDir.open(subject_path)
+        run_config, checkpoint = run_folder.config(), newest_written(run_folder.checkpoints)
         if checkpoint is not None:
             digests.check(checkpoint)
-        document = config.model_dump(mode="json")
-        if checkpoint is not None and (config.adapted_roles or config.league_roles):
-            adapters = Adapters(source=run, checkpoint=checkpoint)
+        document = run_config.model_dump(mode="json")
+        if checkpoint is not None and (run_config.adapted_roles or run_config.league_roles):
+            adapters = Adapters(source=run_folder, checkpoint=checkpoint)
         elif checkpoint is not None:
-            roles: dict[str, str] = document["rollout"]["roles"]
-            first = document["model"]  # who is frozen stays what the run began with
+            role_models: dict[str, str] = document["rollout"]["roles"]
+            first_model = document["model"]  # who is frozen stays what the run began with
             # "frozen" means the model that the run began with. Now that the model is the checkpoint, that has to be
             # said by name, or the policy would be measured against itself.
-            roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
+            role_models.update(
+                {role_name: first_model for role_name, policy in role_models.items() if policy == "frozen"}
+            )
             document["model"] = str(checkpoint)
-            for table in document["roles"]:
-                if table["model"] is not None:
-                    table["model"] = str(of_role(checkpoint, table["name"]))
+            for role_table in document["roles"]:
+                if role_table["model"] is not None:
+                    role_table["model"] = str(of_role(checkpoint, role_table["name"]))
     else:
         if env is None:
-            if not path.is_dir():
+            if not subject_path.is_dir():
                 refuse_missing_folder(str(subject))
             elif not any(path.glob("*config.json")):
                 raise UsageError(f"{subject} holds neither a run nor a model: name a folder that does")
@@ -100,20 +102,20 @@ def measured(
         document["env"] = {"id": env}
         document["tasks"], document["curriculum"] = [], None
         document["eval"] = {}
-    sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
-    document["eval"] = {"sets": [{**held_out, **({} if n is None else {"n": n})} for held_out in sets]}
+    held_out_sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
+    document["eval"] = {"sets": [{**held_out, **({} if n is None else {"n": n})} for held_out in held_out_sets]}
     for override in settings:
         configuration.apply_override(document, override)
-    config = configuration.parse(document)
-    _check_rows(subject, config)
-    config = with_held_out_sizes(config)
-    return config, adapters
+    run_config = configuration.parse(document)
+    _check_rows(subject, run_config)
+    run_config = with_held_out_sizes(run_config)
+    return run_config, adapters
 
 
 def _check_rows(what: str | Path, config: RunConfig) -> None:
     """Refuse held-out sets of a data set without rows: none of their episodes could begin."""
     for held_out in config.eval.sets:
-        task = evaluation.tasks_of(config, held_out, 1)[0]
-        if task.env in dataset_env.IDS and not task.kwargs.get("rows") and not task.options:
-            hint = "name some with --set env.kwargs.rows=FILE, or give the run eval_dataset"
-            raise UsageError(f"{what} has no held-out rows: {hint}")
+        first_task = evaluation.tasks_of(config, held_out, 1)[0]
+        if first_task.env in dataset_env.IDS and not first_task.kwargs.get("rows") and not first_task.options:
+            correction = "name some with --set env.kwargs.rows=FILE, or give the run eval_dataset"
+            raise UsageError(f"{what} has no held-out rows: {correction}")

@@ -81,23 +81,30 @@ def configured(model: str, env: str, overrides: Sequence[str]) -> RunConfig:
         "train": {"tokens_per_batch": _UNCOUNTED},
     }
     for override in overrides:
-        key, _, value = override.partition("=")
-        if not any(fnmatchcase(key.strip(), taken) for taken in _TAKEN):
-            hint = f"no effect at an --endpoint, which takes {', '.join(_TAKEN)}: leave it out"
-            raise ConfigError(key.strip(), value, hint)
+        setting_key, _, setting_value = override.partition("=")
+        if not any(fnmatchcase(setting_key.strip(), setting_pattern) for setting_pattern in _TAKEN):
+            correction = f"no effect at an --endpoint, which takes {', '.join(_TAKEN)}: leave it out"
+            raise ConfigError(setting_key.strip(), setting_value, correction)
         configuration.apply_override(document, override)
     return configuration.parse(document)
 
 
 def sampling(config: RunConfig) -> dict[str, Json]:
     """The options of a request: what the settings name, as evaluation samples; the others are the server's own."""
-    settings = config.eval_sampling
-    values = {**{name: getattr(settings, name) for name in _OWN}, "stop": list(settings.stop)}
-    values["max_tokens_per_turn"] = settings.max_tokens
+    eval_sampling = config.eval_sampling
+    setting_values = {
+        **{field_name: getattr(eval_sampling, field_name) for field_name in _OWN},
+        "stop": list(eval_sampling.stop),
+    }
+    setting_values["max_tokens_per_turn"] = eval_sampling.max_tokens
     # Only what somebody has set is sent: a server's own defaults are part of what is measured, and some servers refuse
     # settings that their model does not know.
     set_fields = config.rollout.model_fields_set | config.eval.model_fields_set
-    return {to: values[ours] for ours, to in _SAMPLING.items() if ours in set_fields}
+    return {
+        option_name: setting_values[setting_name]
+        for setting_name, option_name in _SAMPLING.items()
+        if setting_name in set_fields
+    }
 
 
 def evaluate(
@@ -107,30 +114,34 @@ def evaluate(
 
     Raises UsageError if `out` holds the results of another evaluation, or if nobody listens at the endpoint; RunFailed
     if no episode could be played."""
-    tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
-    file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
-    done = file.read()
-    remaining = [task for task in tasks if task.seed not in done]
+    held_out_tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
+    results_file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
+    finished_rows = results_file.read()
+    remaining = [held_out_task for held_out_task in held_out_tasks if held_out_task.seed not in finished_rows]
     failures: list[str] = []
 
     def keep(row: Mapping[str, Json]) -> None:
-        file.add(row)
+        results_file.add(row)
         on_result(row)
         if "error" in row:
             failures.append(str(row["error"]))
 
     trio.run(_play_all, config, endpoint, remaining, keep)
-    rows = [row for seed, row in file.read().items() if seed in {task.seed for task in tasks}]
-    if not rows:
+    result_rows = [
+        result_row
+        for task_seed, result_row in results_file.read().items()
+        if task_seed in {held_out_task.seed for held_out_task in held_out_tasks}
+    ]
+    if not result_rows:
         raise RunFailed(f"no episode could be played ({failures[0]}); the same command tries all again")
-    return _means(rows, failed=n - len(rows))
+    return _means(result_rows, failed=n - len(result_rows))
 
 
 def conversations(out: Path, n: int) -> Iterator[tuple[dict[str, Json], tuple[Message, ...]]]:
     """The first `n` episodes of a results file by seed, each with its messages."""
-    rows = sorted(_ResultsFile(out, {}).finished(), key=lambda row: cast("int", row["seed"]))
-    for row in rows[:n]:
-        yield row, plain_messages(cast("list[Message]", row["messages"]))
+    result_rows = sorted(_ResultsFile(out, {}).finished(), key=lambda row: cast("int", row["seed"]))
+    for result_row in result_rows[:n]:
+        yield result_row, plain_messages(cast("list[Message]", result_row["messages"]))
 
 
 def line(row: Mapping[str, Json]) -> str:
@@ -142,18 +153,18 @@ def line(row: Mapping[str, Json]) -> str:
 
 def _of(config: RunConfig, endpoint: Endpoint) -> dict[str, Json]:
     """All that decides the results."""
-    env, limits = config.env, config.rollout
+    env_settings, rollout = config.env, config.rollout
     return {
         "url": endpoint.client.url,
         "model": config.model,
-        "env": env.id,
-        "kwargs": env.kwargs,
-        "options": env.options,
+        "env": env_settings.id,
+        "kwargs": env_settings.kwargs,
+        "options": env_settings.options,
         "sampling": dict(endpoint.options),
         "limits": {
-            "max_turns": _most_turns(limits),
-            "turn_deadline_s": _turn_s(limits),
-            **{name: getattr(limits, name) for name in _LIMITS},
+            "max_turns": _most_turns(rollout),
+            "turn_deadline_s": _turn_s(rollout),
+            **{limit_name: getattr(rollout, limit_name) for limit_name in _LIMITS},
         },
         "image": config.sandbox.docker.image,
     }
@@ -175,43 +186,47 @@ class _ResultsFile:
 
     def read(self) -> dict[int, dict[str, Json]]:
         """The finished episodes by seed; failed ones are left out, to be played again."""
-        rows = list(self._rows())
-        if not rows:
+        result_rows = list(self._rows())
+        if not result_rows:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps({"of": self._of}) + "\n", encoding="utf-8")
             return {}
-        of: dict[str, Json] = rows[0].get("of") or {}
+        recorded: dict[str, Json] = result_rows[0].get("of") or {}
         # Everything that decides a result is in the first line and compared. A mean over episodes of two temperatures,
         # or of two models under one name, would be nobody's score.
-        if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
-            problem = f"holds another evaluation ({', '.join(other)} differ)"
+        if differing := [
+            field_name
+            for field_name in {**self._of, **recorded}
+            if recorded.get(field_name) != self._of.get(field_name)
+        ]:
+            problem = f"holds another evaluation ({', '.join(differing)} differ)"
             raise UsageError(f"{self._path} {problem}: give another --out")
         # By seed, the last line wins; failed episodes are left out and played again, as a failure of the server says
         # nothing about the model (law 3).
-        return {row["seed"]: row for row in self.finished()}
+        return {result_row["seed"]: result_row for result_row in self.finished()}
 
     def finished(self) -> list[dict[str, Json]]:
         """The episodes that were played to their end, in the order of the file."""
-        return [row for row in list(self._rows())[1:] if "error" not in row]
+        return [result_row for result_row in list(self._rows())[1:] if "error" not in result_row]
 
     def add(self, row: Mapping[str, Json]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as results_file:
             # A line at a time, appended: what was played at a server is paid for, and a crash may cost the episode
             # under way and no other.
-            file.write(json.dumps(row) + "\n")
+            results_file.write(json.dumps(row) + "\n")
 
     def _rows(self) -> Iterator[dict[str, Json]]:
         if not self._path.is_file():
             return
-        data = self._path.read_bytes()
-        if not data.endswith(b"\n"):
+        file_bytes = self._path.read_bytes()
+        if not file_bytes.endswith(b"\n"):
             # Cut off in the file too: appended to, half of a line and the next one would be one broken line in the
             # middle.
-            data = data[: data.rfind(b"\n") + 1]
-            self._path.write_bytes(data)
-        for line in data.splitlines():
+            file_bytes = file_bytes[: file_bytes.rfind(b"\n") + 1]
+            self._path.write_bytes(file_bytes)
+        for json_line in file_bytes.splitlines():
             try:
-                yield json.loads(line)
+                yield json.loads(json_line)
             except ValueError:
                 raise UsageError(f"{self._path} is no results file of agentrl eval: give another --out") from None
 
@@ -226,15 +241,15 @@ async def _play_all(
         await endpoint.client.reach()
     except EngineUnavailable as error:
         raise UsageError(f"{error}: start the server, or give another --endpoint") from None
-    places = trio.CapacityLimiter(endpoint.concurrency)
+    limiter = trio.CapacityLimiter(endpoint.concurrency)
 
     async def one(task: Task) -> None:
-        async with places:
+        async with limiter:
             keep(await _attempts(config, endpoint, task))
 
     async with trio.open_nursery() as nursery:
-        for task in tasks:
-            nursery.start_soon(one, task)
+        for next_task in tasks:
+            nursery.start_soon(one, next_task)
 
 
 async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mapping[str, Json]:
@@ -243,19 +258,21 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
     for _ in range(endpoint.attempts):
         try:
             with boundary(EnvError, f"{task.env} raised", place=True):
-                env = as_async(make(task.env, **task.kwargs))
+                environment = as_async(make(task.env, **task.kwargs))
         except InfrastructureError as error:
             failure = one_line(error)
             endpoint.tracebacks.log(error, f"{task.env}, seed {task.seed}: {failure}")
             continue
-        started = time.time()
-        model = ServedModel(endpoint.client, env, deadline_s=_turn_s(config.rollout), options=endpoint.options)
-        trajectory, ending = await play_text(
-            env, task, model.policy, _limits(config.rollout), tracebacks=endpoint.tracebacks
+        started_s = time.time()
+        served_model = ServedModel(
+            endpoint.client, environment, deadline_s=_turn_s(config.rollout), options=endpoint.options
         )
-        if ending.error is None:
-            return _row(trajectory, model, time.time() - started)
-        failure = one_line(ending.error)
+        trajectory, episode_ending = await play_text(
+            environment, task, served_model.policy, _limits(config.rollout), tracebacks=endpoint.tracebacks
+        )
+        if episode_ending.error is None:
+            return _row(trajectory, served_model, time.time() - started_s)
+        failure = one_line(episode_ending.error)
     return {"seed": task.seed, "error": failure}
 
 
@@ -265,18 +282,20 @@ def _limits(settings: Rollout) -> Rollout:
 
 
 def _row(trajectory: Trajectory, model: ServedModel, seconds: float) -> dict[str, Json]:
-    turns, outcome = trajectory.turns, trajectory.outcome or 0.0
-    last = turns[-1].step if turns else None
-    due = 0.0 if last is None or last.terminated or last.truncated else last.unsettled  # its context was full
+    played_turns, outcome = trajectory.turns, trajectory.outcome or 0.0
+    last_step = played_turns[-1].step if played_turns else None
+    unsettled_reward = (
+        0.0 if last_step is None or last_step.terminated or last_step.truncated else last_step.unsettled
+    )  # its context was full
     assert trajectory.stop_reason is not None
     return {
         "seed": trajectory.task.seed,
         "outcome": outcome,
         "success": outcome >= 1.0 if trajectory.success is None else trajectory.success,
-        "reward": sum(turn.reward for turn in turns) + due,
-        "turns": len(turns),
+        "reward": sum(played_turn.reward for played_turn in played_turns) + unsettled_reward,
+        "turns": len(played_turns),
         "stop_reason": trajectory.stop_reason.value,
-        "cut_turns": sum(turn.finish == "length" for turn in turns),
+        "cut_turns": sum(played_turn.finish == "length" for played_turn in played_turns),
         "seconds": round(seconds, 3),
         "messages": cast("Json", as_api(model.policy.conversation(trajectory))),
         **({} if model.tokens is None else {"tokens": model.tokens}),
@@ -286,11 +305,13 @@ def _row(trajectory: Trajectory, model: ServedModel, seconds: float) -> dict[str
 def _means(rows: list[dict[str, Json]], *, failed: int) -> EvalResult:
     return EvalResult(
         name="tasks",
-        success=fmean(float(row["success"]) for row in rows),
-        outcome=fmean(row["outcome"] for row in rows),
-        turns=fmean(row["turns"] for row in rows),
-        tokens=fmean(row["tokens"] for row in rows) if all("tokens" in row for row in rows) else None,
+        success=fmean(float(result_row["success"]) for result_row in rows),
+        outcome=fmean(result_row["outcome"] for result_row in rows),
+        turns=fmean(result_row["turns"] for result_row in rows),
+        tokens=fmean(result_row["tokens"] for result_row in rows)
+        if all("tokens" in result_row for result_row in rows)
+        else None,
         n=len(rows),
         failed=failed,
-        pass_at=pass_at([(1, int(bool(row["success"]))) for row in rows]),
+        pass_at=pass_at([(1, int(bool(result_row["success"]))) for result_row in rows]),
     )

@@ -46,47 +46,56 @@ class Pin:
 
 def is_due(config: RunConfig, step: int) -> bool:
     """Whether the weights of an optimizer step are kept to be measured by engines of their own."""
-    every = config.eval.every
-    return bool(config.eval.engines and every and step % every == 0 and 0 < step < config.train.steps)
+    step_interval = config.eval.every
+    return bool(config.eval.engines and step_interval and step % step_interval == 0 and 0 < step < config.train.steps)
 
 
 def keep(run: RunDir, version: WeightVersion, weights: Path) -> None:
     """Copy a version's weight file or adapter, with its canary, whole or not at all. They are no link: the learner's
     may be in memory, and gone at a resume."""
-    root = run.path / "evaluation"
-    draft = root / f".draft-{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    (shutil.copytree if weights.is_dir() else shutil.copyfile)(weights, draft / weights.name)
-    if (proof := canary.beside(weights)).exists():
-        shutil.copyfile(proof, canary.beside(draft / weights.name))
+    pins_folder = run.path / "evaluation"
+    draft_folder = pins_folder / f".draft-{os.getpid()}"
+    shutil.rmtree(draft_folder, ignore_errors=True)
+    draft_folder.mkdir(parents=True)
+    (shutil.copytree if weights.is_dir() else shutil.copyfile)(weights, draft_folder / weights.name)
+    if (canary_path := canary.beside(weights)).exists():
+        shutil.copyfile(canary_path, canary.beside(draft_folder / weights.name))
     # Written beside and renamed: the supervisor looks at the folder all the time and takes whatever has a name of this
     # form. A copy that was cut off by a crash has another name and is removed by the next one.
-    draft.rename(root / f"{version.step}-{version.version}")
+    draft_folder.rename(pins_folder / f"{version.step}-{version.version}")
 
 
 def pins(run: RunDir) -> list[Pin]:
     """List the weights that wait to be measured, oldest first."""
-    waiting: list[Pin] = []
-    for folder in (run.path / "evaluation").glob("[0-9]*-[0-9]*"):
-        step, version = map(int, folder.name.split("-"))
-        for path in folder.iterdir():
-            if not path.name.endswith(".canary"):
-                waiting.append(Pin(version=WeightVersion(version=version, step=step), path=path))
-    return sorted(waiting, key=lambda pin: pin.version.version)
+    waiting_pins: list[Pin] = []
+    for pin_folder in (run.path / "evaluation").glob("[0-9]*-[0-9]*"):
+        pinned_step, pinned_version = map(int, pin_folder.name.split("-"))
+        for weights_path in pin_folder.iterdir():
+            if not weights_path.name.endswith(".canary"):
+                waiting_pins.append(
+                    Pin(version=WeightVersion(version=pinned_version, step=pinned_step), path=weights_path)
+                )
+    return sorted(waiting_pins, key=lambda pin: pin.version.version)
 
 
 def weights_of(run: RunDir, config: RunConfig, pin: Pin | None = None) -> ServedWeights:
     """Return the weights that an engine of evaluation serves: those of `pin`, or of the oldest pin that waits. Without
     any, it serves the model that the run began with, and gets no requests."""
-    waiting = pins(run)
-    pin = pin or (waiting[0] if waiting else None)
-    model, nobody = model_dir(config.model), WeightVersion(version=0, step=0)
+    waiting_pins = pins(run)
+    pin = pin or (waiting_pins[0] if waiting_pins else None)
+    model_folder, first_version = model_dir(config.model), WeightVersion(version=0, step=0)
     if pin is None:
-        return ServedWeights(model=model, base=nobody, current=nobody)
-    proof = Canary.read(proof_path) if (proof_path := canary.beside(pin.path)).exists() else None
-    file, adapter = (None, pin.path) if config.sends_adapters else (pin.path, None)
-    return ServedWeights(model=model, base=nobody, current=pin.version, canary=proof, file=file, adapter=adapter)
+        return ServedWeights(model=model_folder, base=first_version, current=first_version)
+    pin_canary = Canary.read(proof_path) if (proof_path := canary.beside(pin.path)).exists() else None
+    weights_file, adapter_folder = (None, pin.path) if config.sends_adapters else (pin.path, None)
+    return ServedWeights(
+        model=model_folder,
+        base=first_version,
+        current=pin.version,
+        canary=pin_canary,
+        file=weights_file,
+        adapter=adapter_folder,
+    )
 
 
 @dataclass(slots=True)
@@ -107,8 +116,8 @@ class PinnedEvaluations:
     async def keep_measuring(self) -> None:
         """Measure until cancelled."""
         while True:
-            if waiting := pins(self.run):
-                await self._measure(waiting[0])
+            if waiting_pins := pins(self.run):
+                await self._measure(waiting_pins[0])
             else:
                 await trio.sleep(_LOOK_S)
 
@@ -134,21 +143,21 @@ def _when(pin: Pin) -> str:
 
 def _stands(pin: Pin, store: RunStore) -> bool:
     """Whether it is a version of the run's lineage: a rollback may have undone it."""
-    version = pin.version.version
-    return store.versions.knows_version(version) and not store.versions.is_undone(version)
+    pinned_version = pin.version.version
+    return store.versions.knows_version(pinned_version) and not store.versions.is_undone(pinned_version)
 
 
 def _schedule(config: RunConfig, pin: Pin, store: RunStore) -> bool:
     """The version first: no episode of these is claimed before workers can tell what the engines serve."""
     PINNED.set(store, pin.version.version)
     for eval_set in config.eval.sets_during:
-        n = min(config.eval.n_during, eval_set.n)
-        held_out.schedule(store, config, eval_set, _when(pin), n, step=pin.version.step)
+        task_count = min(config.eval.n_during, eval_set.n)
+        held_out.schedule(store, config, eval_set, _when(pin), task_count, step=pin.version.step)
     return True
 
 
 def _measured(pin: Pin, store: RunStore) -> bool:
     """Whether all episodes have ended, of sets that may have been named otherwise when it began. A rollback may undo
     them amid that."""
-    labels = [purpose for purpose in store.groups.purposes() if purpose.endswith(f":{_when(pin)}")]
-    return all(held_out.finished(store, purpose) for purpose in labels if not purpose.startswith("undone-"))
+    pin_labels = [purpose for purpose in store.groups.purposes() if purpose.endswith(f":{_when(pin)}")]
+    return all(held_out.finished(store, purpose) for purpose in pin_labels if not purpose.startswith("undone-"))

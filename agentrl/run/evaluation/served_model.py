@@ -64,7 +64,7 @@ class ServedModel:
     ) -> TextAnswer:
         """The model's next action. Raises EngineError."""
         try:
-            answer = await self._request(messages, tools)
+            completion = await self._request(messages, tools)
         except EngineRefusal as error:
             # Only after a first answer: a first prompt that does not fit is the task's or the server's doing, and
             # nothing that the model could be scored for (law 3).
@@ -72,7 +72,7 @@ class ServedModel:
                 raise ContextFull(str(error)) from error
             if self._has_answered and self._returns_thoughts and any(_has_thoughts(message) for message in messages):
                 # Some servers refuse the very field that they answer with. Only a try can tell: they agree on no words.
-                answer = await self._request_without_thoughts(messages, tools, error)
+                completion = await self._request_without_thoughts(messages, tools, error)
             # Servers without tools say so in words of their own, with a status that says nothing. So the one word that
             # all of them use is looked for, once, before the first answer; a wrong guess costs one request, which is
             # refused again.
@@ -83,17 +83,19 @@ class ServedModel:
             else:
                 raise
         self._has_answered = True
-        self.tokens = None if self.tokens is None or answer.tokens is None else self.tokens + answer.tokens
-        return self._read(answer, tools)
+        self.tokens = None if self.tokens is None or completion.tokens is None else self.tokens + completion.tokens
+        return self._read(completion, tools)
 
     async def _request(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> ChatCompletion:
         conversation = as_api(messages, with_thoughts=self._returns_thoughts)
-        offered: dict[str, Json] = {}
+        offered_tools: dict[str, Json] = {}
         if tools and self._writes_calls_as_text:
             conversation = _taught(conversation, tools)
         elif tools:
-            offered["tools"] = cast("Json", list(tools))
-        return await self._client.completion(conversation, deadline_s=self._deadline_s, **self._options, **offered)
+            offered_tools["tools"] = cast("Json", list(tools))
+        return await self._client.completion(
+            conversation, deadline_s=self._deadline_s, **self._options, **offered_tools
+        )
 
     async def _request_without_thoughts(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], refused: EngineRefusal
@@ -101,31 +103,35 @@ class ServedModel:
         """Raises the refusal of the request that had them if the server refuses this one too."""
         self._returns_thoughts = False
         try:
-            answer = await self._request(messages, tools)
+            completion = await self._request(messages, tools)
         except EngineRefusal as error:
             if error.context_full:
                 raise ContextFull(str(error)) from error
             raise refused from None
         notice = f"the server refuses its model's thoughts of earlier turns, so it plays without them: {refused.reason}"
         notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
-        return answer
+        return completion
 
     def _read(self, answer: ChatCompletion, tools: Sequence[Mapping[str, Json]]) -> TextAnswer:
         """The model's answer as a policy's text for the environment, and as a message of the conversation."""
-        form = format_of(self._env)
-        fields = cast("dict[str, Any]", _clean(dict(answer.message)))
-        message, content = _as_message(fields)
-        calls, texts = self._calls_of(fields.get("tool_calls"), form, tools)
-        if calls and len(calls) == len(texts):
-            message["tool_calls"] = calls
+        call_format = format_of(self._env)
+        message_fields = cast("dict[str, Any]", _clean(dict(answer.message)))
+        api_message, answer_text = _as_message(message_fields)
+        api_calls, call_texts = self._calls_of(message_fields.get("tool_calls"), call_format, tools)
+        if api_calls and len(api_calls) == len(call_texts):
+            api_message["tool_calls"] = api_calls
         if self._writes_calls_as_text:
-            parsed = _TEXT.parse(content)
-            content = parsed.text
-            texts += [
-                call.raw if isinstance(call, Malformed) else form.write(form.spelled(call, tools))
-                for call in parsed.calls
+            parsed_text = _TEXT.parse(answer_text)
+            answer_text = parsed_text.text
+            call_texts += [
+                parsed_call.raw
+                if isinstance(parsed_call, Malformed)
+                else call_format.write(call_format.spelled(parsed_call, tools))
+                for parsed_call in parsed_text.calls
             ]
-        return TextAnswer(clean_text(content + "".join(texts)), message, answer.tokens, was_cut=self._was_cut(answer))
+        return TextAnswer(
+            clean_text(answer_text + "".join(call_texts)), api_message, answer.tokens, was_cut=self._was_cut(answer)
+        )
 
     def _calls_of(
         self, raw_calls: Any, form: ToolFormat, tools: Sequence[Mapping[str, Json]]
@@ -134,28 +140,29 @@ class ServedModel:
         it is broken, in which case the first list lacks it. Raises ScoreError for calls that are no list."""
         if not isinstance(raw_calls, list | None):
             raise ScoreError(f"{self._client.url} gave tool_calls that are no list: {str(raw_calls)[:100]}")
-        calls, texts = list[dict[str, Json]](), list[str]()
-        for call in cast("list[Any]", raw_calls or []):
+        api_calls, call_texts = list[dict[str, Json]](), list[str]()
+        for raw_call in cast("list[Any]", raw_calls or []):
             self._calls += 1
-            written = _written(call, form, tools, f"call{self._calls:05d}")
-            if written is None:
-                texts.append(json.dumps(call))
+            written_call = _written(raw_call, form, tools, f"call{self._calls:05d}")
+            if written_call is None:
+                call_texts.append(json.dumps(raw_call))
             else:
-                calls.append(written[0])
-                texts.append(written[1])
-        return calls, texts
+                api_calls.append(written_call[0])
+                call_texts.append(written_call[1])
+        return api_calls, call_texts
 
     def _was_cut(self, answer: ChatCompletion) -> bool:
         """Whether a limit of tokens ended an answer. Raises EngineBroke if the server broke it off."""
-        reason = (answer.finish_reason or "stop").lower()
+        finish_reason = (answer.finish_reason or "stop").lower()
         # A server that breaks an answer off has failed, and what arrived is not what the model would have written:
         # scored, it would be a cut answer of the model's.
-        if reason in _BROKEN:
+        if finish_reason in _BROKEN:
             raise EngineBroke(f"{self._client.url} broke its answer off: finish_reason {answer.finish_reason!r}")
-        if reason not in _ENDED and reason not in _CUT:
-            notice = f"the finish_reason {clean_text(reason)[:60]!r} is not known: the answer counts as one that ended"
+        if finish_reason not in _ENDED and finish_reason not in _CUT:
+            shown_reason = clean_text(finish_reason)[:60]
+            notice = f"the finish_reason {shown_reason!r} is not known: the answer counts as one that ended"
             notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
-        return reason in _CUT
+        return finish_reason in _CUT
 
 
 def as_api(messages: Sequence[Message], *, with_thoughts: bool = True) -> list[Message]:
@@ -163,44 +170,46 @@ def as_api(messages: Sequence[Message], *, with_thoughts: bool = True) -> list[M
     conversation: list[Message] = []
     open_ids: list[str] = []
     for message in messages:
-        fields: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+        api_fields: dict[str, Any] = {"role": message["role"], "content": message["content"]}
         if "images" in message:
-            fields["images"] = message["images"]
+            api_fields["images"] = message["images"]
         if message["role"] == "assistant":
-            calls = message.get("tool_calls", [])
-            open_ids = [str(call.get("id") or "") for call in calls]
-            if calls:
-                fields["tool_calls"] = calls
+            tool_calls = message.get("tool_calls", [])
+            open_ids = [str(tool_call.get("id") or "") for tool_call in tool_calls]
+            if tool_calls:
+                api_fields["tool_calls"] = tool_calls
             if with_thoughts:
-                answer = cast("Mapping[str, Any]", message)
-                fields |= {name: answer[name] for name in _THOUGHTS if name in answer}
-                fields["content"] = answer.get(_PARTS, fields["content"])
+                answer_fields = cast("Mapping[str, Any]", message)
+                api_fields |= {
+                    thought_key: answer_fields[thought_key] for thought_key in _THOUGHTS if thought_key in answer_fields
+                }
+                api_fields["content"] = answer_fields.get(_PARTS, api_fields["content"])
         elif message["role"] == "tool" and open_ids:
-            fields["tool_call_id"] = open_ids.pop(0)
+            api_fields["tool_call_id"] = open_ids.pop(0)
         elif message["role"] == "tool":  # the model wrote the call as text: the API has no call
-            fields["role"] = "user"
-        conversation.append(cast("Message", fields))
+            api_fields["role"] = "user"
+        conversation.append(cast("Message", api_fields))
     return conversation
 
 
 def _has_thoughts(message: Message) -> bool:
-    return any(name in message for name in (*_THOUGHTS, _PARTS))
+    return any(thought_key in message for thought_key in (*_THOUGHTS, _PARTS))
 
 
 def _as_message(fields: Mapping[str, Any]) -> tuple[Message, str]:
     """An answer as a message of the conversation, with its thoughts and without its calls; and its text."""
     content, refusal = fields.get("content"), fields.get("refusal")
-    text, has_thoughts = text_of_answer(content if content or not isinstance(refusal, str) else refusal)
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    message.update((name, fields[name]) for name in _THOUGHTS if fields.get(name))
+    answer_text, has_thoughts = text_of_answer(content if content or not isinstance(refusal, str) else refusal)
+    message: dict[str, Any] = {"role": "assistant", "content": answer_text}
+    message.update((field_name, fields[field_name]) for field_name in _THOUGHTS if fields.get(field_name))
     if has_thoughts:
         message[_PARTS] = content
-    if (role := fields.get("role") or "assistant") != "assistant":
-        notices.note(ANSWERS, f"an answer of role {str(role)[:60]!r} is read as the assistant's", by_policy=True)
-    for name in fields.keys() - _READ:
-        if fields[name]:
-            notices.note(ANSWERS, f"the key {name[:60]!r} of a message is not used", by_policy=True)
-    return cast("Message", message), text
+    if (answer_role := fields.get("role") or "assistant") != "assistant":
+        notices.note(ANSWERS, f"an answer of role {str(answer_role)[:60]!r} is read as the assistant's", by_policy=True)
+    for field_name in fields.keys() - _READ:
+        if fields[field_name]:
+            notices.note(ANSWERS, f"the key {field_name[:60]!r} of a message is not used", by_policy=True)
+    return cast("Message", message), answer_text
 
 
 def _written(
@@ -209,28 +218,30 @@ def _written(
     """A call in OpenAI's shape, its arguments as JSON text, and in one of our dialects; None if it is broken."""
     try:
         function = call["function"]
-        raw: Any = function.get("arguments") or {}
-        raw = {} if isinstance(raw, str) and not raw.strip() else raw
-        is_text = isinstance(raw, str)
-        arguments: Any = decode_whole(raw) if is_text else raw
+        raw_arguments: Any = function.get("arguments") or {}
+        raw_arguments = {} if isinstance(raw_arguments, str) and not raw_arguments.strip() else raw_arguments
+        is_text = isinstance(raw_arguments, str)
+        arguments: Any = decode_whole(raw_arguments) if is_text else raw_arguments
         if not isinstance(arguments, dict):
             return None
         tool_call = ToolCall(str(function["name"]), cast("dict[str, Json]", arguments))
-        text = form.write(form.spelled(tool_call, tools))
-        as_text = raw if is_text else json.dumps(arguments)
-        shaped = {"id": spare_id, "type": "function"} | {key: value for key, value in call.items() if value}
-        return shaped | {"function": {**function, "arguments": as_text}}, text
+        call_text = form.write(form.spelled(tool_call, tools))
+        arguments_text = raw_arguments if is_text else json.dumps(arguments)
+        api_call = {"id": spare_id, "type": "function"} | {
+            call_key: call_value for call_key, call_value in call.items() if call_value
+        }
+        return api_call | {"function": {**function, "arguments": arguments_text}}, call_text
     except (AttributeError, KeyError, TypeError, ValueError, StructuralParseError):
         return None
 
 
 def _taught(conversation: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
     """The conversation for a server that takes no tools."""
-    how = _TEXT.instructions(tools)
-    first, rest = conversation[0], conversation[1:]
-    if first["role"] != "system":
-        return [Message(role="system", content=how), *conversation]
-    return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
+    instructions = _TEXT.instructions(tools)
+    first_message, later_messages = conversation[0], conversation[1:]
+    if first_message["role"] != "system":
+        return [Message(role="system", content=instructions), *conversation]
+    return [Message(role="system", content=f"{first_message['content']}\n\n{instructions}"), *later_messages]
 
 
 def _clean(value: Any, depth: int = _DEEPEST) -> Any:
@@ -244,5 +255,8 @@ def _clean(value: Any, depth: int = _DEEPEST) -> Any:
     if depth == 0:
         return "[nested too deeply]"
     if isinstance(value, list):
-        return [_clean(item, depth - 1) for item in cast("list[Any]", value)]
-    return {clean_text(key): _clean(item, depth - 1) for key, item in cast("dict[str, Any]", value).items()}
+        return [_clean(nested_value, depth - 1) for nested_value in cast("list[Any]", value)]
+    return {
+        clean_text(entry_key): _clean(nested_value, depth - 1)
+        for entry_key, nested_value in cast("dict[str, Any]", value).items()
+    }
