@@ -26,16 +26,16 @@ class TorchThread:
 
     async def run(self, call: Callable[[], _T]) -> _T:
         """Make the call on the thread, after all calls before it. Returns its result and raises its error."""
-        ended, token = trio.Event(), trio.lowlevel.current_trio_token()
-        future = self._thread.submit(call)
+        ended_event, trio_token = trio.Event(), trio.lowlevel.current_trio_token()
+        thread_future = self._thread.submit(call)
         # The thread wakes the loop, and the loop never waits for the future itself: a second thread that blocks in
         # `future.result` for every call would only hand the wake-up on.
-        future.add_done_callback(lambda _: token.run_sync_soon(ended.set))
+        thread_future.add_done_callback(lambda _: trio_token.run_sync_soon(ended_event.set))
         # If the caller left at once, the next call would queue behind a step that nobody awaits any more, and a process
         # that ends would tear CUDA down under a kernel that still runs.
         with trio.CancelScope(shield=True):
-            await ended.wait()
-        return future.result()
+            await ended_event.wait()
+        return thread_future.result()
 
 
 class Job:
@@ -64,9 +64,9 @@ class Job:
     async def wait(self, beat: Callable[[], None] = lambda: None, every_s: float = float("inf")) -> None:
         """Wait for the end, whatever it is; call `beat` every `every_s` seconds meanwhile."""
         while not self._ended.is_set():
-            with trio.move_on_after(every_s) as scope:
+            with trio.move_on_after(every_s) as cancel_scope:
                 await self._ended.wait()
-            if scope.cancelled_caught:
+            if cancel_scope.cancelled_caught:
                 beat()
 
     async def result(self) -> None:

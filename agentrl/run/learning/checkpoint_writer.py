@@ -89,12 +89,12 @@ class CheckpointWriter:
     async def start(self, version: WeightVersion) -> None:
         """Save the state of this step, whose weights are `version`, once the checkpoint before is durable."""
         await self.settle()
-        write = None
+        write_copy = None
         if self._league is None:
-            write = await self._torch.run(lambda: self._learner.copy(self._root))
+            write_copy = await self._torch.run(lambda: self._learner.copy(self._root))
             self._mark()
-        if write is not None:
-            self._under_way = Job(self._nursery, partial(self._write, version, write, self._pushes.under_way))
+        if write_copy is not None:
+            self._under_way = Job(self._nursery, partial(self._write, version, write_copy, self._pushes.under_way))
         else:
             await self._pushes.settle()
             await self._record(version, await self._save())
@@ -103,13 +103,13 @@ class CheckpointWriter:
 
     async def settle(self) -> None:
         """Wait until the checkpoint under way is durable and recorded. Raises its error."""
-        job, self._under_way = self._under_way, None
-        if job is not None:
+        write_job, self._under_way = self._under_way, None
+        if write_job is not None:
             # While the learner computes, only its steps are signs of life: a write would hide a step that hangs.
             self._is_awaited = True
-            await job.wait()
+            await write_job.wait()
             self._is_awaited = False
-            await job.result()
+            await write_job.result()
 
     async def end(self) -> None:
         """Wait for the checkpoint under way, whatever becomes of it: what it saved counts."""
@@ -147,9 +147,11 @@ class CheckpointWriter:
         if self._league is not None and self._joins_league(version.step):
             await trio.to_thread.run_sync(self._league.join, version, folder)
         # A newest checkpoint that is damaged is set aside, and the run trains the steps since an older one again.
-        folders = await trio.to_thread.run_sync(complete, self._root)
-        oldest = min([version.step, *map(step_of, folders)])
-        await self._calls(lambda store: store.lineage.retain(oldest, keep_steps=keep_steps, keep_sample=_KEEP_SAMPLE))
+        checkpoint_folders = await trio.to_thread.run_sync(complete, self._root)
+        oldest_step = min([version.step, *map(step_of, checkpoint_folders)])
+        await self._calls(
+            lambda store: store.lineage.retain(oldest_step, keep_steps=keep_steps, keep_sample=_KEEP_SAMPLE)
+        )
 
     def _joins_league(self, step: int) -> bool:
         return self._league is not None and self._league.is_due(step)

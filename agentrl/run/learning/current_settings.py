@@ -21,12 +21,12 @@ class CurrentSettings:
 
     async def refresh(self, step: int) -> bool:
         """Take up the settings that somebody requested, from `step` on. Returns True if there were some."""
-        after = await self._calls(lambda store: live_settings.take_up(self._run, store, step))
-        if after is None:
+        new_config = await self._calls(lambda store: live_settings.take_up(self._run, store, step))
+        if new_config is None:
             return False
         # Two configurations: the one that is written has the user's ranks, the one that holds has those that a
         # controller gave. Written back, the controller's number would look like the user's wish at the next resume.
-        self._as_written, self.config = after, with_ranks(after, self._ranks)
+        self._as_written, self.config = new_config, with_ranks(new_config, self._ranks)
         return True
 
     async def changed(self) -> dict[str, Any]:

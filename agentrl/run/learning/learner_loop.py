@@ -86,9 +86,9 @@ class LearnerLoop:
             await self.checkpoints.save_what_is_trained()
             if isinstance(error, NotDelivered):
                 raise
-            more = f"train.max_skipped={2 * max(1, self.learner.settings.train.max_skipped)}"
-            hint = f"this one is saved and goes on with agentrl train --resume {self.path} --set {more}"
-            raise RunFailed(f"{error}; {hint}") from error
+            setting_text = f"train.max_skipped={2 * max(1, self.learner.settings.train.max_skipped)}"
+            correction = f"this one is saved and goes on with agentrl train --resume {self.path} --set {setting_text}"
+            raise RunFailed(f"{error}; {correction}") from error
         finally:  # whatever ended the loop, its jobs are not cut off in the middle
             await self.pushes.end()
             await self.checkpoints.end()
@@ -96,29 +96,31 @@ class LearnerLoop:
     async def _train(self) -> None:
         await self._send_first_weights()
         self.records.begin()
-        version, learner = None, self.learner
-        while batch := await self.batches.take(learner.step_index + 1):
-            idle_s, max_lag = batch.idle_s + await self._take_gpu(), self.bound.now
-            started = trio.current_time()
+        sent_version, learner = None, self.learner
+        while step_batch := await self.batches.take(learner.step_index + 1):
+            idle_s, max_lag = step_batch.idle_s + await self._take_gpu(), self.bound.now
+            step_began_s = trio.current_time()
             self.mark()
             step_of, is_undone = self.versions.step_of, self.versions.is_undone
-            step = partial(learner.step, batch.groups, step_of=step_of, undone=is_undone, max_lag=max_lag)
-            report = await self.torch.run(step)
-            busy_s = trio.current_time() - started
+            train_step = partial(learner.step, step_batch.groups, step_of=step_of, undone=is_undone, max_lag=max_lag)
+            step_report = await self.torch.run(train_step)
+            busy_s = trio.current_time() - step_began_s
             self.batches.worked(busy_s)
             idle_s += await self.pushes.settle()
-            row, alarms = await self.records.row(report, batch, idle_s=idle_s, busy_s=busy_s, max_lag=max_lag)
-            await self.records.follow(report.step, alarms, await self.torch.run(learner.hashes))
-            version = await self.pushes.start(row)
+            step_row, step_alarms = await self.records.row(
+                step_report, step_batch, idle_s=idle_s, busy_s=busy_s, max_lag=max_lag
+            )
+            await self.records.follow(step_report.step, step_alarms, await self.torch.run(learner.hashes))
+            sent_version = await self.pushes.start(step_row)
             self.mark()
-            stops = [alarm for alarm in alarms if alarm.action == "stop"]
-            if stops or self.checkpoints.is_due(learner.step_index):
-                await self.checkpoints.start(version)
-            if stops:
+            stop_alarms = [alarm for alarm in step_alarms if alarm.action == "stop"]
+            if stop_alarms or self.checkpoints.is_due(learner.step_index):
+                await self.checkpoints.start(sent_version)
+            if stop_alarms:
                 await self._settle()
-                raise RunFailed(f"step {learner.step_index}: {advice(stops, self.path)}")
-        if version is not None and learner.trained:
-            await self.checkpoints.start(version)
+                raise RunFailed(f"step {learner.step_index}: {advice(stop_alarms, self.path)}")
+        if sent_version is not None and learner.trained:
+            await self.checkpoints.start(sent_version)
         await self._settle()
 
     async def _send_first_weights(self) -> None:
@@ -127,9 +129,9 @@ class LearnerLoop:
         while not await self.calls(lambda store: ENGINE_URLS.of(store.meta)):
             await self.calls.wait_for_work(_WAIT_S)
             self.mark()
-        current = await self.calls(lambda store: store.versions.current_version())
+        current_version = await self.calls(lambda store: store.versions.current_version())
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
-        if current.step != self.learner.step_index or await self.pushes.is_behind(current.version):
+        if current_version.step != self.learner.step_index or await self.pushes.is_behind(current_version.version):
             await self._take_gpu()
             await self.pushes.start({})
 
@@ -137,10 +139,10 @@ class LearnerLoop:
         """Have the engines leave a GPU that the learner shares. Returns the wait for the push before, in seconds."""
         if self.turns is None:
             return 0.0
-        waited_s = await self.pushes.settle()
+        push_wait_s = await self.pushes.settle()
         await self.turns.begin(self.pushes.urls)
         self.mark()
-        return waited_s
+        return push_wait_s
 
     async def _settle(self) -> None:
         await self.pushes.settle()

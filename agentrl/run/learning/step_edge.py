@@ -41,18 +41,18 @@ class StepEdge:
         """Let settings that somebody requested hold from the next step on. Returns the configuration if it changed."""
         if not await self._settings.refresh(self._learner.step_index + 1):
             return None
-        config = self._settings.config
+        new_config = self._settings.config
         # Here and nowhere else: between two steps no gradient is half summed, so one step never has two learning rates.
-        await self._torch.run(partial(self._learner.retune, config.learner))
-        self._checkpoints.train = config.train
-        max_lag = self._bound.resize(config.buffer.max_lag)
+        await self._torch.run(partial(self._learner.retune, new_config.learner))
+        self._checkpoints.train = new_config.train
+        max_lag = self._bound.resize(new_config.buffer.max_lag)
         await self._calls(lambda store: MAX_LAG.set(store, max_lag))
-        return config
+        return new_config
 
     async def make_way(self) -> None:
         """Save and end if another number of ranks is requested. The next learner of this run has that number."""
-        ranks, requested = self._learner.ranks.size, await self._settings.requested_ranks()
-        if requested == ranks:
+        present_ranks, requested = self._learner.ranks.size, await self._settings.requested_ranks()
+        if requested == present_ranks:
             return
         # In this order a learner that dies on the way loses nothing new: the engines have the weights, then a
         # checkpoint has them, then the process ends. Ranks cannot change within a process, since the process group of
@@ -61,7 +61,7 @@ class StepEdge:
         if self._learner.trained:
             await self._checkpoints.start(await self._calls(lambda store: store.versions.current_version()))
             await self._checkpoints.settle()
-        raise WornOut(f"the learner goes on with {requested} ranks instead of {ranks}")
+        raise WornOut(f"the learner goes on with {requested} ranks instead of {present_ranks}")
 
     async def wait_a_moment(self) -> None:
         """Wait for groups, or for what the supervisor says. Engines that lack the weights get them meanwhile."""

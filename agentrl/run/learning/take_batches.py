@@ -71,50 +71,50 @@ class BatchTaker:
         the run stops."""
         if step > self._steps:
             return None
-        paused_s, size, tell_s, is_named = 0.0, self._buffer.groups_per_step, _LONG_S, False
-        started, self._whole_at = trio.current_time(), math.inf
-        while (phase := await self._calls(lambda store: PHASE.of(store.meta))) != "stop":
-            if phase == "finish":
+        paused_s, group_count, naming_delay_s, is_named = 0.0, self._buffer.groups_per_step, _LONG_S, False
+        wait_began_s, self._whole_at = trio.current_time(), math.inf
+        while (run_phase := await self._calls(lambda store: PHASE.of(store.meta))) != "stop":
+            if run_phase == "finish":
                 return None
             await self._apply_settings()
-            now = trio.current_time() - paused_s  # pauses of the run count for nothing
+            current_s = trio.current_time() - paused_s  # pauses of the run count for nothing
             if await self._calls(lambda store: PAUSED.of(store.meta)):
-                self._patience.holds(False, now)
+                self._patience.holds(False, current_s)
                 paused_s += await self._stand_still()
                 continue
             # At each look and not only between steps: a controller gives the learner's place away when it starves, and
             # a learner that starves begins no step.
             await self._edge.make_way()
-            if phase == "drain":
-                ready = await self._calls(lambda store: store.buffer.ready_count())
-                size = min(size, ready)  # 0: only late members
-            look = partial(self._look, step=step, size=size, now=now)
-            if (groups := await self._calls(look)) is not None:
+            if run_phase == "drain":
+                ready_groups = await self._calls(lambda store: store.buffer.ready_count())
+                group_count = min(group_count, ready_groups)  # 0: only late members
+            look_for_groups = partial(self._look, step=step, size=group_count, now=current_s)
+            if (batch_groups := await self._calls(look_for_groups)) is not None:
                 if is_named:
                     await self._calls(lambda store: LEARNER_WAITS.set(store, None))
                 held_s, self._patience.held_s = self._patience.held_s, 0.0
-                idle_s = trio.current_time() - paused_s - started
-                return Batch(groups=groups, idle_s=idle_s, held_s=held_s, paused_s=paused_s)
-            if now - started > tell_s:  # again and again: what is missing may change
-                tell_s, is_named = 2 * tell_s, True
-                text = await self._calls(partial(self._reason, step=step, size=size))
-                await self._calls(partial(_name_wait, text=text))
-            if size == 0:
+                idle_s = trio.current_time() - paused_s - wait_began_s
+                return Batch(groups=batch_groups, idle_s=idle_s, held_s=held_s, paused_s=paused_s)
+            if current_s - wait_began_s > naming_delay_s:  # again and again: what is missing may change
+                naming_delay_s, is_named = 2 * naming_delay_s, True
+                wait_reason = await self._calls(partial(self._reason, step=step, size=group_count))
+                await self._calls(partial(_name_wait, text=wait_reason))
+            if group_count == 0:
                 return None
             await self._edge.wait_a_moment()
         raise SystemExit(0)
 
     async def _stand_still(self) -> float:
         """Wait until the run goes on, or is to end. Returns how long that took, in seconds."""
-        began = trio.current_time()
+        pause_began_s = trio.current_time()
         while await self._calls(_is_paused):
             await self._apply_settings()
             await self._edge.wait_a_moment()
-        return trio.current_time() - began
+        return trio.current_time() - pause_began_s
 
     async def _apply_settings(self) -> None:
-        if (changed := await self._edge.apply_settings()) is not None:
-            self._group_deadline_s = changed.rollout.group_deadline_s
+        if (new_config := await self._edge.apply_settings()) is not None:
+            self._group_deadline_s = new_config.rollout.group_deadline_s
 
     @property
     def _late_s(self) -> float:
@@ -125,21 +125,21 @@ class BatchTaker:
 
     def _look(self, store: RunStore, step: int, size: int, now: float) -> list[Group] | None:
         """The groups of `step`, taken at `now`; None if there are too few, or the step may not begin yet."""
-        buffer = store.buffer
+        group_buffer = store.buffer
         # Only before the last step: everywhere else a late member simply rides with a later step. No later step follows
         # here, and to drop the members that ran longest would bias the end of every run towards short episodes (law 5).
-        if step >= self._steps and now <= self._whole_at + self._late_s and buffer.late_open():
-            if buffer.ready_count() >= size:
+        if step >= self._steps and now <= self._whole_at + self._late_s and group_buffer.late_open():
+            if group_buffer.ready_count() >= size:
                 self._whole_at = min(self._whole_at, now)
             return None
         # Law 5 closes a group at the lag bound with the members that it has. Before it does, the learner may wait for
         # the members that still run: `Patience` says how long.
-        at_bound = buffer.at_bound(step, max_lag=self._bound.now, quorum=self._quorum)
-        would_lose = at_bound.episodes > 0 and size > 0 and buffer.ready_count() + at_bound.closable >= size
+        at_bound = group_buffer.at_bound(step, max_lag=self._bound.now, quorum=self._quorum)
+        would_lose = at_bound.episodes > 0 and size > 0 and group_buffer.ready_count() + at_bound.closable >= size
         self._at_bound = at_bound.episodes if self._patience.holds(would_lose, now) else 0
         if self._at_bound:
             return None
-        return buffer.take(
+        return group_buffer.take(
             step,
             size,
             max_lag=self._bound.now,
@@ -152,17 +152,22 @@ class BatchTaker:
     def _reason(self, store: RunStore, step: int, size: int) -> str:
         """Describe what the learner waits for before `step`, which takes `size` groups."""
         if self._at_bound:
-            hint = (
+            correction = (
                 "lower rollout.step_deadline_s or raise buffer.max_lag; buffer.wait_at_bound=1 would lose some of them"
             )
-            return f"step {step} waits for {self._at_bound} running episodes that it would make too old: {hint}"
-        ready, late = store.buffer.ready_count(), store.buffer.late_open()
-        if ready < size:
-            return f"step {step} waits for groups: {ready} of {size} are scored; agentrl rewards RUN names late sources"
-        if step >= self._steps and late:
-            most = f"{self._late_s:g} s at most (rollout.group_deadline_s)"
-            return f"step {step} is the last: it waits for {late} late members, which no later step trains, {most}"
-        return f"step {step} waits, though {ready} groups are scored: of these too few fit (buffer.max_lag, its order)"
+            return f"step {step} waits for {self._at_bound} running episodes that it would make too old: {correction}"
+        ready_count, late_count = store.buffer.ready_count(), store.buffer.late_open()
+        if ready_count < size:
+            missing_scores = f"{ready_count} of {size} are scored"
+            return f"step {step} waits for groups: {missing_scores}; agentrl rewards RUN names late sources"
+        if step >= self._steps and late_count:
+            wait_limit = f"{self._late_s:g} s at most (rollout.group_deadline_s)"
+            late_text = f"{late_count} late members, which no later step trains"
+            return f"step {step} is the last: it waits for {late_text}, {wait_limit}"
+        return (
+            f"step {step} waits, though {ready_count} groups are scored: of these too few fit (buffer.max_lag, its"
+            " order)"
+        )
 
 
 def _is_paused(store: RunStore) -> bool:

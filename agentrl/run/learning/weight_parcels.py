@@ -65,35 +65,40 @@ class ParcelMaker:
         """Write the current weights for the engines of each policy: a file each, or the adapters alone."""
         # A name that was never used: an engine may still be reading the file of the step before, and the version is
         # minted only once the file is complete, so its number cannot be the name yet.
-        path = self._folder / str(time.time_ns())
+        weights_path = self._folder / str(time.time_ns())
         if self._sends_adapters:
-            self._learner.export_adapter(path)
-            return WrittenWeights(path)
-        written = WrittenWeights(path.with_suffix(".safetensors"))
-        for role in self._policies:
-            dtype = getattr(torch, self._dtype(role))
-            file = self._learner.export(file_of(written.path, role), dtype=dtype, role=role)
-            written.sha256[role], written.fingerprints[role] = file.sha256, file.fingerprints
+            self._learner.export_adapter(weights_path)
+            return WrittenWeights(weights_path)
+        written_weights = WrittenWeights(weights_path.with_suffix(".safetensors"))
+        for policy_role in self._policies:
+            torch_dtype = getattr(torch, self._dtype(policy_role))
+            weight_file = self._learner.export(
+                file_of(written_weights.path, policy_role), dtype=torch_dtype, role=policy_role
+            )
+            written_weights.sha256[policy_role], written_weights.fingerprints[policy_role] = (
+                weight_file.sha256,
+                weight_file.fingerprints,
+            )
             self._mark()
-        return written
+        return written_weights
 
     def of_files(self, version: WeightVersion, written: WrittenWeights) -> dict[str | None, Parcel | MemoryParcel]:
         """The parcel of each policy, for weights that are written."""
         return {
-            role: Parcel(
+            policy_role: Parcel(
                 version=version.version,
-                path=file_of(written.path, role),
-                sha256=written.sha256.get(role, ""),
-                canary=self._canary(version, written.fingerprints.get(role, {}), role),
+                path=file_of(written.path, policy_role),
+                sha256=written.sha256.get(policy_role, ""),
+                canary=self._canary(version, written.fingerprints.get(policy_role, {}), policy_role),
             )
-            for role in self._policies
+            for policy_role in self._policies
         }
 
     def of_memory(self, version: WeightVersion) -> dict[str | None, Parcel | MemoryParcel]:
         """A copy of the current weights in the engines' dtype; the next step changes the originals during the send."""
         snapshot = self._learner.snapshot(getattr(torch, self._dtype()))
-        proof = self._canary(version, snapshot.fingerprints())
-        return {None: MemoryParcel(version=version.version, snapshot=snapshot, canary=proof)}
+        weight_canary = self._canary(version, snapshot.fingerprints())
+        return {None: MemoryParcel(version=version.version, snapshot=snapshot, canary=weight_canary)}
 
     def _dtype(self, role: str | None = None) -> canary.Dtype:
         return engine_dtype(self._engine, self._learner.models.of(role).folder)

@@ -90,31 +90,33 @@ class WeightPush:
     async def start(self, row: dict[str, Any]) -> WeightVersion:
         """Take the learner's weights, have it leave a GPU that it shares, and start to send them. The metrics `row` of
         the step is recorded when every engine has them."""
-        step, lock = self._parcels.step, None
+        trained_step, weight_lock = self._parcels.step, None
         if self._turns is not None:
             await self._turns.begin_leaving()
         if self._in_memory:
-            version = await self._calls(lambda store: store.versions.mint_version(step))
-            parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
+            new_version = await self._calls(lambda store: store.versions.mint_version(trained_step))
+            role_parcels = await self._torch.run(lambda: self._parcels.of_memory(new_version))
         else:
-            written = await self._torch.run(self._parcels.write_files)
+            written_weights = await self._torch.run(self._parcels.write_files)
             self._mark()
             # Minted after the file is whole: a version in the store with half a file would be loaded by an engine that
             # starts right then.
-            version = await self._calls(lambda store: store.versions.mint_version(step, written.path))
-            parcels = await self._torch.run(lambda: self._parcels.of_files(version, written))
-            lock = None if self._turns is None else await self._turns.end()
-        self.under_way = Job(self._nursery, partial(self._send, version, parcels, row, lock))
-        return version
+            new_version = await self._calls(
+                lambda store: store.versions.mint_version(trained_step, written_weights.path)
+            )
+            role_parcels = await self._torch.run(lambda: self._parcels.of_files(new_version, written_weights))
+            weight_lock = None if self._turns is None else await self._turns.end()
+        self.under_way = Job(self._nursery, partial(self._send, new_version, role_parcels, row, weight_lock))
+        return new_version
 
     async def settle(self) -> float:
         """Wait for the push under way. Returns how long that took, in seconds. Raises the push's error."""
-        started = trio.current_time()
-        push, self.under_way = self.under_way, None
-        if push is not None:
-            await push.wait(lambda: self._beat(started), BEAT_S)
-            await push.result()
-        return trio.current_time() - started
+        wait_began_s = trio.current_time()
+        push_job, self.under_way = self.under_way, None
+        if push_job is not None:
+            await push_job.wait(lambda: self._beat(wait_began_s), BEAT_S)
+            await push_job.result()
+        return trio.current_time() - wait_began_s
 
     def _beat(self, started: float) -> None:
         # A wait for engines is a sign of life for a bounded time only. Marked for ever, a push that hangs in a call
@@ -130,12 +132,12 @@ class WeightPush:
                 await self.settle()
         elif trio.current_time() >= self._resend_at:
             self._resend_at = trio.current_time() + _RESEND_S
-            version = await self._calls(lambda store: store.versions.current_version())
+            current_version = await self._calls(lambda store: store.versions.current_version())
             # Only if the weights in memory are those of the current version: after an update that was not pushed yet
             # they are not, and engines would be given newer weights under an older number (law 1).
-            if version.step == self._parcels.step and await self._publisher.behind(version.version):
-                parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
-                self.under_way = Job(self._nursery, partial(self._send, version, parcels, {}))
+            if current_version.step == self._parcels.step and await self._publisher.behind(current_version.version):
+                role_parcels = await self._torch.run(lambda: self._parcels.of_memory(current_version))
+                self.under_way = Job(self._nursery, partial(self._send, current_version, role_parcels, {}))
 
     async def is_behind(self, version: int) -> bool:
         """Whether some engine serves another version."""
@@ -148,9 +150,9 @@ class WeightPush:
     async def end(self) -> None:
         """Let the attempt under way come to its end, and no other one begin; nobody gets its error any more."""
         self._publisher.end()
-        started = trio.current_time()
+        wait_began_s = trio.current_time()
         if self.under_way is not None:
-            await self.under_way.wait(lambda: self._beat(started), BEAT_S)
+            await self.under_way.wait(lambda: self._beat(wait_began_s), BEAT_S)
 
     async def _send(
         self,
@@ -161,23 +163,23 @@ class WeightPush:
     ) -> None:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
         try:
-            costs = await self._publisher.deliver(parcels, held)
+            push_costs = await self._publisher.deliver(parcels, held)
         finally:
             if held is not None:
                 held.let_go()
         if self._turns is not None:
-            costs |= self._turns.cost()
+            push_costs |= self._turns.cost()
         if self._league is not None:  # first: groups that this version admits draw from all members before it
             await self._league.announce(await trio.to_thread.run_sync(self.urls))
-        parcel = parcels[None]
-        if row and isinstance(parcel, Parcel):
-            await self._calls.write_file(lambda: self._pin(version, parcel.path))
+        main_parcel = parcels[None]
+        if row and isinstance(main_parcel, Parcel):
+            await self._calls.write_file(lambda: self._pin(version, main_parcel.path))
         # The pin came before the confirmation: a learner that is killed in between must not leave a version that counts
         # as served and that no evaluation can measure any more.
         await self._calls(lambda store: store.versions.confirm_version(version))
         if row:
-            values = {**row, **costs, "version": version.version}
-            await self._calls(lambda store: store.metrics.record("step", version.step, values))
-            await self._calls.write_file(lambda: self._telemetry.append("step", version.step, values))
+            step_values = {**row, **push_costs, "version": version.version}
+            await self._calls(lambda store: store.metrics.record("step", version.step, step_values))
+            await self._calls.write_file(lambda: self._telemetry.append("step", version.step, step_values))
         await self._calls(lambda store: notice_counts.record(store.metrics, version.step))
         await self._publisher.tidy()
