@@ -18,18 +18,18 @@ from agentrl.run.processes.heartbeat import DUMP
 
 def main() -> None:
     """Dispatch to the role's module, imported only here: a worker never loads torch."""
-    role, path, *rest = sys.argv[1:]
+    child_role, run_path, *arguments = sys.argv[1:]
     json_log.adopt()
     faulthandler.enable()  # a process that crashes in a library's code writes its stacks to its log
     faulthandler.register(DUMP)  # and one that hangs before it is killed
-    if role == "worker":
+    if child_role == "worker":
         from agentrl.run.processes.worker_process import serve
 
-        sys.exit(run_role(role, lambda: serve(Path(path), int(rest[0]))))
+        sys.exit(run_role(child_role, lambda: serve(Path(run_path), int(arguments[0]))))
     with quick_imports():
         from agentrl.run.processes.learner_process import learn
 
-    sys.exit(run_role(role, lambda: learn(Path(path))))
+    sys.exit(run_role(child_role, lambda: learn(Path(run_path))))
 
 
 if __name__ == "__main__":

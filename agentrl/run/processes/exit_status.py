@@ -28,21 +28,21 @@ def run_role(role: str, main: Callable[[], None]) -> int:
     try:
         main()
     except BaseException as raised:
-        error = matters(raised)
-        if isinstance(error, SystemExit) and error.code in (0, None):
+        main_error = matters(raised)
+        if isinstance(main_error, SystemExit) and main_error.code in (0, None):
             return 0
         # An OSError from any library, torch's file writer for one, may be a full disk. Its own exit status keeps it
         # from costing a restart: the next process would find the same disk.
-        if is_full(error) and not isinstance(error, DiskFull):
-            error = DiskFull(f"no space left on the disk: free some ({error})")
-        if isinstance(error, AgentRLError):
-            leave_note(str(error))
+        if is_full(main_error) and not isinstance(main_error, DiskFull):
+            main_error = DiskFull(f"no space left on the disk: free some ({main_error})")
+        if isinstance(main_error, AgentRLError):
+            leave_note(str(main_error))
             with suppress(OSError):  # the log may lie on the disk that is full
-                print(f"agentrl {role}: {error}", file=sys.stderr)
-            return ENDS_THE_RUN if isinstance(error, _FINAL) else error.exit_code
+                print(f"agentrl {role}: {main_error}", file=sys.stderr)
+            return ENDS_THE_RUN if isinstance(main_error, _FINAL) else main_error.exit_code
         with suppress(OSError):
             traceback.print_exception(raised)
-        leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        leave_note(f"{type(main_error).__name__}: {' '.join(str(main_error).split())}")
         return 1
     return 0
 
@@ -59,7 +59,7 @@ def give_up(role: str, why: str) -> None:
 
 def leave_note(line: str) -> None:
     """Tell whoever keeps this process alive, if anybody does, that it ends on purpose, and why."""
-    target = os.environ.get("AGENTRL_ERROR_FILE")
-    if target:
+    note_path = os.environ.get("AGENTRL_ERROR_FILE")
+    if note_path:
         with suppress(OSError):
-            Path(target).write_text(line + "\n")
+            Path(note_path).write_text(line + "\n")

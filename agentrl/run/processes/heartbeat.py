@@ -73,14 +73,14 @@ class Heartbeat:
         self._count, self._retired = 0, False
         self._memory: mmap.mmap | bytearray = bytearray(_COUNT.size)
         if path is not None:
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _COUNT.size)
+            with path.open("r+b") as mark_file:
+                self._memory = mmap.mmap(mark_file.fileno(), _COUNT.size)
 
     @classmethod
     def of_process(cls) -> Heartbeat:
         """Marks for the owner that the environment names; children of this process do not inherit the variable."""
-        path = os.environ.pop(VARIABLE, None)
-        return cls(Path(path) if path else None)
+        mark_path = os.environ.pop(VARIABLE, None)
+        return cls(Path(mark_path) if mark_path else None)
 
     def mark(self) -> None:
         """Record that the work has advanced."""
@@ -129,10 +129,10 @@ def read(path: Path) -> int:
 
 def age_s() -> float:
     """Seconds since this process began; 0 if there is no /proc."""
-    start = process_start(os.getpid())
-    if not start.isdecimal():
+    start_ticks = process_start(os.getpid())
+    if not start_ticks.isdecimal():
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class Marked(Protocol):
@@ -182,26 +182,27 @@ class Pulse:
     async def run(self, hangs: Callable[[str], None], lives: Callable[[], None] = lambda: None) -> None:
         """Listen until the process hangs, have it log its stacks if it can, then call `hangs` with the reason. `lives`
         is called when there are new marks."""
-        count, heard = 0, trio.current_time()
-        ran = heard
+        mark_count, last_mark_s = 0, trio.current_time()
+        last_run_s = last_mark_s
         while True:
             await trio.sleep(_LOOK_S)
-            now = trio.current_time()
-            if (new_count := self.process.count()) != count or new_count == _RETIRED:
-                count, heard = new_count, now
+            current_s = trio.current_time()
+            if (new_count := self.process.count()) != mark_count or new_count == _RETIRED:
+                mark_count, last_mark_s = new_count, current_s
                 lives()
             if not self.process.stopped():
-                ran = now
+                last_run_s = current_s
             # Before its first mark a process loads its libraries and models, which has the time of a start.
-            silent_s = self.silent_s if count else max(self.start_s, self.silent_s)
+            silence_limit_s = self.silent_s if mark_count else max(self.start_s, self.silent_s)
             # First, as it is the better reason: a stopped process does not mark either, and cannot write its stacks.
-            if now - ran >= self.stopped_s:
+            if current_s - last_run_s >= self.stopped_s:
                 hangs(f"was stopped for {self.stopped_s:g} s ({self.names[1]})")
                 return
-            if now - heard >= silent_s:
-                if count:
+            if current_s - last_mark_s >= silence_limit_s:
+                if mark_count:
                     self.process.dump()
                     await trio.sleep(_DUMP_S)
-                problem = "came no further" if count else "did not get ready"
-                hangs(f"{problem} for {silent_s:g} s ({self.names[0] if count else 'engine.start_deadline_s'})")
+                problem = "came no further" if mark_count else "did not get ready"
+                setting_name = self.names[0] if mark_count else "engine.start_deadline_s"
+                hangs(f"{problem} for {silence_limit_s:g} s ({setting_name})")
                 return

@@ -58,22 +58,22 @@ def keep_training(
 ) -> int:
     """Keep `agentrl WORDS` alive, which trains from `file` into `out`, or goes on with `resume`. As `keep_alive`."""
     if resume is not None:
-        path, config = resume, RunDir.open(resume).config()
+        run_path, run_config = resume, RunDir.open(resume).config()
     else:
         assert file is not None
-        config = configuration.load(file, settings)
-        path = out or Path("runs") / config.name
-    began = False
+        run_config = configuration.load(file, settings)
+        run_path = out or Path("runs") / run_config.name
+    has_begun = False
 
     def command() -> list[str]:
-        nonlocal began
+        nonlocal has_begun
         # Decided at each start: a supervisor that died before it made the store has nothing to resume, and the words
         # that were typed are given once more.
-        began, again = True, began and RunDir(path).store_path.exists()
-        chosen = ["train", "--resume", str(path)] if again else words
-        return [sys.executable, "-c", "from agentrl.cli.main import main; main()", *chosen]
+        has_begun, is_resume = True, has_begun and RunDir(run_path).store_path.exists()
+        command_words = ["train", "--resume", str(run_path)] if is_resume else words
+        return [sys.executable, "-c", "from agentrl.cli.main import main; main()", *command_words]
 
-    return keep_alive(command, path=path, settings=config)
+    return keep_alive(command, path=run_path, settings=run_config)
 
 
 def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: RunConfig) -> int:
@@ -82,12 +82,18 @@ def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: Ru
 
     Raises RunFailed, which gives the last failure, when the budget of restarts is spent."""
     live_with_parent()
-    hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
-    with waiting_for_no_reader(), closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
-        process = _Kept(command, owner.path, owner.mark)
-        pulse = Pulse(process=process, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
+    hang_limit_s, start_limit_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
+    with waiting_for_no_reader(), closing(OwnedFolder(patience_s=_PATIENCE_S)) as owned_folder:
+        kept_process = _Kept(command, owned_folder.path, owned_folder.mark)
+        pulse = Pulse(
+            process=kept_process,
+            start_s=start_limit_s,
+            silent_s=hang_limit_s,
+            stopped_s=hang_limit_s,
+            names=(_NAME, _NAME),
+        )
         try:
-            return trio.run(_keep, process, pulse, RestartBudget(), path, clock=HostClock())
+            return trio.run(_keep, kept_process, pulse, RestartBudget(), path, clock=HostClock())
         except BaseExceptionGroup as group:
             raise matters(group) from None
 
@@ -121,15 +127,15 @@ class _Kept(heartbeat.Here):
     def start(self) -> None:
         self.hung = ""
         self.line.unlink(missing_ok=True)
-        ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), KEPT: "1"}
-        ours |= {AGAIN: "1"} if self._began else {}
+        own_variables = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), KEPT: "1"}
+        own_variables |= {AGAIN: "1"} if self._began else {}
         self._began = True
         self._process = subprocess.Popen(
             self.command(),
             stdin=subprocess.PIPE,
             stdout=json_log.objects(),
             stderr=json_log.objects(),
-            env={**os.environ, **ours},
+            env={**os.environ, **own_variables},
             process_group=0,
         )
 
@@ -180,29 +186,29 @@ async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) ->
             budget.begin()
             async with trio.open_nursery() as listening:
                 listening.start_soon(pulse.run, kept.kill, budget.lives)
-                status = await kept.wait()
+                exit_status = await kept.wait()
                 listening.cancel_scope.cancel()
-            lost = status == ClusterLost.exit_code
-            if not lost and not kept.hung and status >= 0 and (status != 1 or kept.line.exists()):
+            is_cluster_lost = exit_status == ClusterLost.exit_code
+            if not is_cluster_lost and not kept.hung and exit_status >= 0 and (exit_status != 1 or kept.line.exists()):
                 nursery.cancel_scope.cancel()
-                return status
-            why = f"the supervisor {kept.hung or _how(status)}"
-            if not lost and kept.line.exists():  # it was stopped, and could not even end
+                return exit_status
+            failure_text = f"the supervisor {kept.hung or _how(exit_status)}"
+            if not is_cluster_lost and kept.line.exists():  # it was stopped, and could not even end
                 nursery.cancel_scope.cancel()
-                print(f"agentrl: {kept.line.read_text().strip()} ({why})", file=sys.stderr)
+                print(f"agentrl: {kept.line.read_text().strip()} ({failure_text})", file=sys.stderr)
                 return _STOPPED
             try:
-                await budget.spend(why)
+                await budget.spend(failure_text)
             except RunFailed as error:
                 raise RunFailed(f"{error}; go on with agentrl train --resume {path}") from None
-            print(f"agentrl: {why}; it is started again", file=sys.stderr)
+            print(f"agentrl: {failure_text}; it is started again", file=sys.stderr)
 
 
 async def _pass_on(kept: _Kept, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
-        async for number in signals:
-            kept.send(number)
+        async for signal_number in signals:
+            kept.send(signal_number)
 
 
 def _how(status: int) -> str:

@@ -56,9 +56,9 @@ class ChildCommand:
     def variables(self) -> dict[str, str]:
         """Return the variables of the child's environment besides the launcher's own. With `PYTHONPATH` the child
         imports the user's modules too."""
-        importable = os.pathsep.join(entry for entry in sys.path if entry)
-        ours = {"PYTHONPATH": importable, "PYTHONUNBUFFERED": "1", "AGENTRL_ERROR_FILE": str(self.error)}
-        return ours | dict(self.env)
+        importable = os.pathsep.join(path_entry for path_entry in sys.path if path_entry)
+        own_variables = {"PYTHONPATH": importable, "PYTHONUNBUFFERED": "1", "AGENTRL_ERROR_FILE": str(self.error)}
+        return own_variables | dict(self.env)
 
 
 class Process(heartbeat.Marked, Protocol):
@@ -121,11 +121,11 @@ class LocalProcess(heartbeat.Here):
         return self.process.poll()
 
     async def wait(self) -> int:
-        status = await trio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
+        exit_status = await trio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
         # The process has ended, and what it started may not have: tools of an environment, workers of an engine. Until
         # they are gone, the next process of this name could meet them at its port or its GPU.
         await end_group(self.process.pid)
-        return status
+        return exit_status
 
     def terminate(self) -> None:
         if self.process.stdin is not None:
@@ -149,21 +149,21 @@ class Local:
         await trio.lowlevel.checkpoint()
 
     def start(self, name: str, command: ChildCommand) -> LocalProcess:
-        beat = {} if command.beat is None else heartbeat.prepare(command.beat)
-        argv = [command.python, *command.argv]
-        with command.log.open("ab") as log:
-            process = subprocess.Popen(
-                json_log.wrapped(argv, command.log.stem) if command.json else argv,
+        beat_variables = {} if command.beat is None else heartbeat.prepare(command.beat)
+        arguments = [command.python, *command.argv]
+        with command.log.open("ab") as log_file:
+            child_process = subprocess.Popen(
+                json_log.wrapped(arguments, command.log.stem) if command.json else arguments,
                 # The lifeline. The kernel closes the pipe however this process ends, SIGKILL included, which no handler
                 # and no `atexit` survives. PR_SET_PDEATHSIG would do for a direct child on Linux alone, and fires when
                 # the thread that forked ends, not the process.
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env={**command.withheld.without(os.environ), **beat, **command.variables(), **command.mark},
+                env={**command.withheld.without(os.environ), **beat_variables, **command.variables(), **command.mark},
                 process_group=0,
             )
-        return LocalProcess(process, command.beat)
+        return LocalProcess(child_process, command.beat)
 
     def release(self, name: str) -> None: ...
     async def watch(self) -> None:

@@ -55,12 +55,12 @@ def learn(path: Path) -> None:
     # At once and without cleaning up: a learner without a supervisor must not write a checkpoint beside the one of its
     # successor, and everything that it has finished is in the store already.
     watch_lifeline(lambda: os._exit(70))
-    run = RunDir.open(path)
-    store = RunStore.open(run.store_path, away_s=run.config().cluster.store_deadline_s)
+    run_folder = RunDir.open(path)
+    run_store = RunStore.open(run_folder.store_path, away_s=run_folder.config().cluster.store_deadline_s)
     try:
-        train(run, store)
+        train(run_folder, run_store)
     finally:
-        store.close()
+        run_store.close()
 
 
 def train(run: RunDir, store: RunStore) -> None:
@@ -81,77 +81,81 @@ class _Process:
         self._mark = self._heartbeat.mark
 
     async def main(self) -> None:
-        run, store, as_written = self._run, self._store, self._run.config()
-        self._calls = calls = StoreCalls(store, self._mark, deadline_s=as_written.train.stall_deadline_s)
+        run_folder, run_store, as_written = self._run, self._store, self._run.config()
+        self._calls = store_calls = StoreCalls(run_store, self._mark, deadline_s=as_written.train.stall_deadline_s)
         # The very first thing: from here on a learner that was taken for dead and is not cannot change anything, also
         # not while this one still loads its model.
-        await calls(lambda store: store.lineage.lead())
-        start = await calls(lambda store: start_point(run, store, self._mark))
-        requested = await calls(lambda store: scale_requests.ranks(as_written, store.meta))
-        self._settings = CurrentSettings(run, calls, as_written, requested)
-        config = self._settings.config
-        turns = self._turns(config)
-        learner = await self._learner(config, start, turns)
-        league = await self._league(config, start)
-        full = config.buffer.max_lag
-        bound = LagBound(full, now=staleness.bound_now(await calls(lambda store: MAX_LAG.of(store.meta)), full))
+        await store_calls(lambda store: store.lineage.lead())
+        run_start = await store_calls(lambda store: start_point(run_folder, store, self._mark))
+        requested = await store_calls(lambda store: scale_requests.ranks(as_written, store.meta))
+        self._settings = CurrentSettings(run_folder, store_calls, as_written, requested)
+        run_config = self._settings.config
+        gpu_turns = self._turns(run_config)
+        learner = await self._learner(run_config, run_start, gpu_turns)
+        run_league = await self._league(run_config, run_start)
+        full_bound = run_config.buffer.max_lag
+        lag_bound = LagBound(
+            full_bound, now=staleness.bound_now(await store_calls(lambda store: MAX_LAG.of(store.meta)), full_bound)
+        )
         async with trio.open_nursery() as nursery:
-            pushes = self._pushes(config, learner, nursery, league, turns)
+            weight_push = self._pushes(run_config, learner, nursery, run_league, gpu_turns)
             checkpoints = CheckpointWriter(
                 learner,
-                run.checkpoints,
-                pushes,
-                calls,
+                run_folder.checkpoints,
+                weight_push,
+                store_calls,
                 self._torch,
                 nursery,
                 self._mark,
-                train=config.train,
-                buffer=config.buffer,
-                league=league,
+                train=run_config.train,
+                buffer=run_config.buffer,
+                league=run_league,
             )
-            records = StepRecords(calls, self._settings, bound, league)
-            edge = StepEdge(learner, self._torch, calls, self._settings, pushes, checkpoints, bound, self._mark)
-            batches = BatchTaker(
-                edge,
-                calls,
-                bound,
-                buffer=config.buffer,
-                quorum=config.quorum,
-                steps=config.train.steps,
-                stall_deadline_s=config.train.stall_deadline_s,
-                group_deadline_s=config.rollout.group_deadline_s,
-                order=take_order(config),
-                returns=returns_of(config),
+            step_records = StepRecords(store_calls, self._settings, lag_bound, run_league)
+            step_edge = StepEdge(
+                learner, self._torch, store_calls, self._settings, weight_push, checkpoints, lag_bound, self._mark
             )
-            await calls(partial(_announce, learner=learner))
-            loop = LearnerLoop(
-                path=run.path,
+            batch_taker = BatchTaker(
+                step_edge,
+                store_calls,
+                lag_bound,
+                buffer=run_config.buffer,
+                quorum=run_config.quorum,
+                steps=run_config.train.steps,
+                stall_deadline_s=run_config.train.stall_deadline_s,
+                group_deadline_s=run_config.rollout.group_deadline_s,
+                order=take_order(run_config),
+                returns=returns_of(run_config),
+            )
+            await store_calls(partial(_announce, learner=learner))
+            learner_loop = LearnerLoop(
+                path=run_folder.path,
                 learner=learner,
                 torch=self._torch,
-                batches=batches,
-                pushes=pushes,
+                batches=batch_taker,
+                pushes=weight_push,
                 checkpoints=checkpoints,
-                records=records,
-                calls=calls,
-                versions=store.versions,
-                bound=bound,
+                records=step_records,
+                calls=store_calls,
+                versions=run_store.versions,
+                bound=lag_bound,
                 mark=self._mark,
-                turns=turns,
+                turns=gpu_turns,
             )
-            await loop.run()
+            await learner_loop.run()
 
     def _turns(self, config: RunConfig) -> Turns | None:
         if not config.engine.colocated:
             return None
         # Sleep level 2 drops the engine's weights, which the next push brings anyway. With adapters the weights below
         # them are never sent again, so level 1 keeps them in host memory.
-        level = 1 if config.sends_adapters else 2
-        return Turns(config.engine, self._run.locks, self._torch, self._mark, level=level)
+        sleep_level = 1 if config.sends_adapters else 2
+        return Turns(config.engine, self._run.locks, self._torch, self._mark, level=sleep_level)
 
     async def _learner(self, config: RunConfig, start: StartPoint, turns: Turns | None) -> Learner:
         """The learner of the run, at its start point."""
-        start_s, ends = config.engine.start_deadline_s, partial(give_up, "learner")
-        urls = partial(urls_of, self._store.meta, None)
+        start_deadline_s, give_up_learner = config.engine.start_deadline_s, partial(give_up, "learner")
+        engine_urls = partial(urls_of, self._store.meta, None)
 
         def build() -> Learner:
             learner = build_learner(
@@ -160,50 +164,56 @@ class _Process:
                 folder_of=partial(slot_dir, config),
                 progress=self._mark,
                 may_save=self._store.lineage.still_leads,
-                ranks=ranks,
+                ranks=learner_ranks,
             )
             if start.checkpoint is not None:
                 learner.load(start.checkpoint)
             return learner
 
-        ranks = await self._torch.run(lambda: ranks_of(config.train, start_s, self._mark, ends=ends))
+        learner_ranks = await self._torch.run(
+            lambda: ranks_of(config.train, start_deadline_s, self._mark, ends=give_up_learner)
+        )
         if turns is None:
             return await self._torch.run(build)
-        await turns.begin(urls, weights_follow=False)
+        await turns.begin(engine_urls, weights_follow=False)
         learner = await self._torch.run(build)
         turns.parking = await self._torch.run(lambda: Parking(learner.models))
-        await turns.without_weights(urls)
+        await turns.without_weights(engine_urls)
         return learner
 
     async def _league(self, config: RunConfig, start: StartPoint) -> League | None:
         if not config.league_roles:
             return None
-        league = await self._calls(lambda store: League(config, self._run, store))
-        if start.checkpoint is not None and league.is_due(start.version.step):
-            await trio.to_thread.run_sync(league.join, start.version, start.checkpoint)
-        return league
+        run_league = await self._calls(lambda store: League(config, self._run, store))
+        if start.checkpoint is not None and run_league.is_due(start.version.step):
+            await trio.to_thread.run_sync(run_league.join, start.version, start.checkpoint)
+        return run_league
 
     def _pushes(
         self, config: RunConfig, learner: Learner, nursery: trio.Nursery, league: League | None, turns: Turns | None
     ) -> WeightPush:
-        roles, meta, in_memory = tuple(config.role_models), partial(leader_meta, self._store), config.syncs_memory
-        sender = GpuSender(config.transport.backend, learner.model.device) if in_memory else None
-        publisher = Publishers(
-            config.engine, config.sync, meta, sender, name=config.name, roles=roles, locks=self._run.locks
+        role_names, read_meta, in_memory = (
+            tuple(config.role_models),
+            partial(leader_meta, self._store),
+            config.syncs_memory,
         )
-        parcels = ParcelMaker(
+        gpu_sender = GpuSender(config.transport.backend, learner.model.device) if in_memory else None
+        publisher = Publishers(
+            config.engine, config.sync, read_meta, gpu_sender, name=config.name, roles=role_names, locks=self._run.locks
+        )
+        parcel_maker = ParcelMaker(
             learner,
             self._run.scratch / "weights",
             self._mark,
             engine=config.engine,
             train=config.train,
-            roles=roles,
+            roles=role_names,
             adapted=config.adapted_roles,
             sends_adapters=config.sends_adapters,
             most_tokens=config.rollout.max_context - 1,
         )
         return WeightPush(
-            parcels,
+            parcel_maker,
             publisher,
             self._calls,
             self._torch,
@@ -225,7 +235,7 @@ class _Process:
 
 def _announce(store: RunStore, learner: Learner) -> None:
     """Let the other processes know that the learner is ready."""
-    MODEL_PARAMS.set(store, sum(p.numel() for p in learner.model.parameters()))
-    started = {"ranks": learner.ranks.size, "step": learner.step_index, "start_s": heartbeat.age_s()}
-    LEARNER_STARTED.set(store, started)
+    MODEL_PARAMS.set(store, sum(parameter.numel() for parameter in learner.model.parameters()))
+    start_row = {"ranks": learner.ranks.size, "step": learner.step_index, "start_s": heartbeat.age_s()}
+    LEARNER_STARTED.set(store, start_row)
     LEARNER_WAITS.set(store, None)  # one before may have died while it waited

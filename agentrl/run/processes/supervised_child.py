@@ -56,7 +56,7 @@ class Child:
     def start(self) -> None:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
-        command = ChildCommand(
+        child_command = ChildCommand(
             argv=self.argv,
             log=self.log_path,
             error=self.error_path,
@@ -66,7 +66,7 @@ class Child:
             mark=self.mark,
             withheld=self.withheld,
         )
-        self._process = self.launcher.start(self.name, command)
+        self._process = self.launcher.start(self.name, child_command)
 
     def poll(self) -> int | None:
         """Its exit status if it has ended."""
@@ -93,16 +93,16 @@ class Child:
 
     async def stop(self) -> None:
         """End it: lifeline and SIGTERM first, SIGKILL after a grace period. Safe at any time, also if cancelled."""
-        process = self._process
-        if process is None:
+        child_process = self._process
+        if child_process is None:
             return
         with trio.CancelScope(shield=True):
-            process.terminate()
+            child_process.terminate()
             # Time to hand episodes back and to close boxes; shorter than what a supervisor is left by whoever ends it,
             # or nobody would be there to send the SIGKILL.
             with trio.move_on_after(_GRACE_S):
                 await self.wait()
-            process.kill()
+            child_process.kill()
             await self.wait()
 
     # --- signs of life
@@ -121,5 +121,5 @@ class Child:
         """One line on why it ended with `status`."""
         if self.error_path.exists():
             return f"{self.name}: {self.error_path.read_text().strip()}"
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"{self.name} ended with {how}; see {self.log_path}"
+        ending = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"{self.name} ended with {ending}; see {self.log_path}"

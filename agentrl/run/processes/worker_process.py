@@ -59,76 +59,88 @@ _SWITCH_S = 0.0005  # a busy loop lets the store's thread on so soon; by Python'
 def serve(path: Path, index: int) -> None:
     """Run worker `index` of the run at `path` until the store says stop, SIGTERM comes or the owner is gone."""
     watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    run = RunDir.open(path)
-    tempfile.tempdir = os.environ.get(NODE_TMP) or str(run.scratch / "tmp")
+    run_folder = RunDir.open(path)
+    tempfile.tempdir = os.environ.get(NODE_TMP) or str(run_folder.scratch / "tmp")
     os.environ["TMPDIR"] = tempfile.tempdir
-    config = run.config()
-    name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
+    run_config = run_folder.config()
+    worker_name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
     spare_old_objects()
     sys.setswitchinterval(_SWITCH_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker tokenizes one text at a time
-    trio.run(_serve, run, config, name, index, clock=HostClock())
+    trio.run(_serve, run_folder, run_config, worker_name, index, clock=HostClock())
 
 
 async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     shared_backend.configure(config.sandbox.arguments())
-    opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+    written_store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     # A second handle that only reads: a look at the phase or at the current version must not queue behind a commit, and
     # must return at once if the database is away.
-    reader = RunStore.read(run.store_path, away_s=0)
-    store = JournalWriter(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    read_store = RunStore.read(run.store_path, away_s=0)
+    journal = JournalWriter(written_store, read_store, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     heartbeat = Heartbeat.of_process()
-    heartbeat.mark_while(lambda: opened.waits)
-    renderer, looks = renderer_of(config), Looks[RunStore](reader)
-    fleet_view = await await_engines(config, looks, heartbeat)
-    sight = RunView(config, looks, fleet_view)
-    fleet = _fleet(sight, fleet_view, renderer)
-    role_fleets = {role: _fleet(sight, fleet_view, renderer, role) for role in config.role_models}
-    pinned = _pinned_fleet(sight, fleet_view, renderer)
+    heartbeat.mark_while(lambda: written_store.waits)
+    renderer, store_looks = renderer_of(config), Looks[RunStore](read_store)
+    fleet_view = await await_engines(config, store_looks, heartbeat)
+    run_view = RunView(config, store_looks, fleet_view)
+    main_fleet = _fleet(run_view, fleet_view, renderer)
+    role_fleets = {role_name: _fleet(run_view, fleet_view, renderer, role_name) for role_name in config.role_models}
+    pinned_fleet = _pinned_fleet(run_view, fleet_view, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
-    context = RolloutContext(
-        engine=Policies(fleet, role_fleets),
+    rollout_context = RolloutContext(
+        engine=Policies(main_fleet, role_fleets),
         renderer=renderer,
-        store=store,
+        store=journal,
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
         frozen=_frozen(config, fleet_view, renderer),
-        pinned=pinned,
+        pinned=pinned_fleet,
         adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts is not False,
         eval_sampling=config.eval_sampling,
-        artifacts=any(source.measure == "tests" for source in config.rewards),
+        artifacts=any(reward_source.measure == "tests" for reward_source in config.rewards),
     )
-    worker = Worker(name, store, context, config.buffer.groups_ahead, sharing=len(fleet_view.workers))
+    rollout_worker = Worker(name, journal, rollout_context, config.buffer.groups_ahead, sharing=len(fleet_view.workers))
     if fleet_view.paused:
-        worker.pause(now=False)
-    telemetry = Telemetry(opened, run.metrics, name)
+        rollout_worker.pause(now=False)
+    telemetry = Telemetry(written_store, run.metrics, name)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(heartbeat.beat)
             nursery.start_soon(collect_after_growth)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            for each_fleet in (fleet, *role_fleets.values(), *([] if pinned is None else [pinned])):
+            for each_fleet in (main_fleet, *role_fleets.values(), *([] if pinned_fleet is None else [pinned_fleet])):
                 nursery.start_soon(partial(each_fleet.control, start=_concurrency(config)))
-            nursery.start_soon(report, fleet, telemetry, store, partial(_counts, worker))
-            nursery.start_soon(_follow, sight, {None: fleet, **role_fleets}, pinned, context.frozen, worker, index)
+            nursery.start_soon(report, main_fleet, telemetry, journal, partial(_counts, rollout_worker))
+            nursery.start_soon(
+                _follow,
+                run_view,
+                {None: main_fleet, **role_fleets},
+                pinned_fleet,
+                rollout_context.frozen,
+                rollout_worker,
+                index,
+            )
             if index == 0:  # one worker scores for all: a source limits its concurrent calls
-                nursery.start_soon(reward_services.serve, config, store)
-            await worker.run()
+                nursery.start_soon(reward_services.serve, config, journal)
+            await rollout_worker.run()
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
-            await _record_notices(store, last=True)
-            for engine in (context.engine, *context.frozen.values(), *([] if pinned is None else [pinned])):
-                await engine.aclose()
+            await _record_notices(journal, last=True)
+            for closed_engine in (
+                rollout_context.engine,
+                *rollout_context.frozen.values(),
+                *([] if pinned_fleet is None else [pinned_fleet]),
+            ):
+                await closed_engine.aclose()
         # After the engines: closing writes what is still queued, and a turn that is cut off in the line above posts its
         # last tokens there.
-        await store.aclose()
+        await journal.aclose()
         telemetry.close()
-        reader.close()
-        opened.close()
+        read_store.close()
+        written_store.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,7 @@ class FleetView:
 def known_of(config: RunConfig, store: RunStore) -> FleetView:
     """The fleet as the store records it now."""
     return FleetView(
-        urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
+        urls={role_name: urls_of(store.meta, role_name) for role_name in (None, *config.role_models)},
         frozen_urls=FROZEN_URLS.of(store.meta),
         evaluating=EVAL_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
@@ -179,11 +191,11 @@ class RunView:
         """Whether a turn may begin with these weights: this run minted them, and they are not older than the
         current."""
         try:
-            current = (await self._current()).version
+            current_version = (await self._current()).version
             # Newer than current is fine if this run minted it: an engine may already serve what the learner has not
             # confirmed yet. A number that is unknown is another run's, and its tokens could not be journaled.
-            return version == current or (
-                version > current and await self.looks(lambda store: store.versions.knows_version(version))
+            return version == current_version or (
+                version > current_version and await self.looks(lambda store: store.versions.knows_version(version))
             )
         except StoreError:  # the store cannot be read: a later call asks again
             return False
@@ -212,8 +224,8 @@ class RunView:
 
     async def adapter(self) -> int | None:
         """The newest adapter that the learner confirmed; before the first step there is none."""
-        current = await self._current()
-        return current.version if current.step else None
+        current_version = await self._current()
+        return current_version.version if current_version.step else None
 
 
 async def _follow(
@@ -227,26 +239,26 @@ async def _follow(
     """Follow engines that are started again on another host, share the episodes with workers that come and go, stand
     still while the run is paused, take changed settings, and leave if it wants this one no more. `fleets` are by
     role."""
-    seen = 0  # a change may have come while this process started
+    seen_changes = 0  # a change may have come while this process started
     while True:
         await trio.sleep(_FOLLOW_S)
         # Everything here is looked at again in a second. An error would end all episodes of the worker for want of a
         # row that says nothing new.
         with suppress(StoreError):
             fleet_view = await sight.looks(partial(known_of, sight.config))
-            for role, fleet in fleets.items():
-                fleet.follow(fleet_view.urls[role], partial(_client, sight, fleet_view, role=role))
+            for role_name, role_fleet in fleets.items():
+                role_fleet.follow(fleet_view.urls[role_name], partial(_client, sight, fleet_view, role=role_name))
             if pinned is not None and fleet_view.evaluating:
                 pinned.follow(fleet_view.evaluating, partial(_pinned_client, sight))
-            for role, policy in sight.config.rollout.frozen_roles().items():
-                other = frozen.get(role)
-                if policy in fleet_view.frozen_urls and isinstance(other, Fleet):
-                    other.follow([fleet_view.frozen_urls[policy]], partial(_frozen_client, sight.config))
+            for role_name, policy in sight.config.rollout.frozen_roles().items():
+                frozen_engine = frozen.get(role_name)
+                if policy in fleet_view.frozen_urls and isinstance(frozen_engine, Fleet):
+                    frozen_engine.follow([fleet_view.frozen_urls[policy]], partial(_frozen_client, sight.config))
             worker.sharing = len(fleet_view.workers)
-            if fleet_view.changes != seen:
-                config = configuration.from_json(await sight.looks(lambda store: CONFIG.of(store.meta)) or "{}")
-                worker.retune(config.rollout, config.buffer.groups_ahead)
-                seen = fleet_view.changes
+            if fleet_view.changes != seen_changes:
+                new_config = configuration.from_json(await sight.looks(lambda store: CONFIG.of(store.meta)) or "{}")
+                worker.retune(new_config.rollout, new_config.buffer.groups_ahead)
+                seen_changes = fleet_view.changes
             if fleet_view.paused:
                 worker.pause(now=fleet_view.paused["now"])
             elif worker.paused:
@@ -271,38 +283,49 @@ async def report(
     while True:
         await trio.sleep(_REPORT_S)
         with suppress(DiskFull):
-            step, gauges = (await store.current_version()).step, {**fleet.gauges(), **counts()}
-            await store.record("fleet", step, gauges)
-            telemetry.append("fleet", step, gauges)
+            current_step, fleet_gauges = (await store.current_version()).step, {**fleet.gauges(), **counts()}
+            await store.record("fleet", current_step, fleet_gauges)
+            telemetry.append("fleet", current_step, fleet_gauges)
             await _record_notices(store)
 
 
 async def _record_notices(store: RolloutStore, *, last: bool = False) -> None:
     """Hand the notices of this process to the run. They are counts: a store that is away or full gets them later."""
-    if taken := notices.OF_PROCESS.take_new(last=last):
+    if new_notices := notices.OF_PROCESS.take_new(last=last):
         try:
-            await store.record(notice_counts.KIND, (await store.current_version()).step, notice_counts.as_row(taken))
+            await store.record(
+                notice_counts.KIND, (await store.current_version()).step, notice_counts.as_row(new_notices)
+            )
         except StoreError:
-            notices.OF_PROCESS.put_back(taken)
+            notices.OF_PROCESS.put_back(new_notices)
 
 
 def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | None = None) -> Fleet:
     """The engines of a role with a model of its own, or of all others."""
-    clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
-    engine = sight.config.engine
+    engine_clients = [_client(sight, known, engine_url, role=role) for engine_url in known.urls[role]]
+    engine_settings = sight.config.engine
     return Fleet.configured(
-        clients, engine, decode=renderer.decode, fits=sight.fits, knows=sight.knows, preempt=engine.at_update == "leave"
+        engine_clients,
+        engine_settings,
+        decode=renderer.decode,
+        fits=sight.fits,
+        knows=sight.knows,
+        preempt=engine_settings.at_update == "leave",
     )
 
 
 def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
-    config, version = sight.config, known.version.version
-    engine, tokens = config.engine, vocabulary(model_dir(config.model_of(role)))
-    options: dict[str, Any] = {"api_key": engine.key_of(url), "kind": engine.kind, "vocabulary": tokens}
-    if config.sends_adapters:
-        return AdapterClient(url, current=sight.adapter, **options)
-    return EngineClient(url, version=version, **options)
+    run_config, current_version = sight.config, known.version.version
+    engine_settings, known_tokens = run_config.engine, vocabulary(model_dir(run_config.model_of(role)))
+    client_options: dict[str, Any] = {
+        "api_key": engine_settings.key_of(url),
+        "kind": engine_settings.kind,
+        "vocabulary": known_tokens,
+    }
+    if run_config.sends_adapters:
+        return AdapterClient(url, current=sight.adapter, **client_options)
+    return EngineClient(url, version=current_version, **client_options)
 
 
 def _pinned_fleet(sight: RunView, known: FleetView, renderer: Renderer) -> Fleet | None:
@@ -310,17 +333,23 @@ def _pinned_fleet(sight: RunView, known: FleetView, renderer: Renderer) -> Fleet
     refused."""
     if not known.evaluating:
         return None
-    clients = [_pinned_client(sight, url) for url in known.evaluating]
-    engine, fits = sight.config.engine, sight.is_pinned
-    return Fleet.configured(clients, engine, decode=renderer.decode, fits=fits, knows=fits)
+    engine_clients = [_pinned_client(sight, engine_url) for engine_url in known.evaluating]
+    engine_settings, is_pinned = sight.config.engine, sight.is_pinned
+    return Fleet.configured(engine_clients, engine_settings, decode=renderer.decode, fits=is_pinned, knows=is_pinned)
 
 
 def _pinned_client(sight: RunView, url: str) -> EngineClient:
-    config = sight.config
-    tokens = vocabulary(model_dir(config.model))
-    options: dict[str, Any] = {"api_key": config.engine.key_of(url), "kind": config.engine.kind, "vocabulary": tokens}
+    run_config = sight.config
+    known_tokens = vocabulary(model_dir(run_config.model))
+    client_options: dict[str, Any] = {
+        "api_key": run_config.engine.key_of(url),
+        "kind": run_config.engine.kind,
+        "vocabulary": known_tokens,
+    }
     return (
-        AdapterClient(url, current=sight.pinned, **options) if config.sends_adapters else EngineClient(url, **options)
+        AdapterClient(url, current=sight.pinned, **client_options)
+        if run_config.sends_adapters
+        else EngineClient(url, **client_options)
     )
 
 
@@ -328,24 +357,24 @@ def _concurrency(config: RunConfig) -> Aimd | None:
     """The limit of a worker's requests at one server on a GPU: first the server's batch, at most all of the run."""
     if config.engine.kind == "embedded":
         return None
-    most = config.rollout.max_running  # others may leave: then this worker has their share
-    return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
+    run_limit = config.rollout.max_running  # others may leave: then this worker has their share
+    return Aimd(limit=min(run_limit, config.engine.max_batch), ceiling=run_limit)
 
 
 def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
-    key = config.rollout.roles_key()
+    roles_key = config.rollout.roles_key()
 
     def engine(policy: str) -> EngineClient:
         return (
             _frozen_client(config, known.frozen_urls[policy])
             if policy in known.frozen_urls
-            else EngineClient(policy, api_key=key)
+            else EngineClient(policy, api_key=roles_key)
         )
 
     return {
-        role: Fleet.configured([engine(policy)], config.engine, decode=renderer.decode)
-        for role, policy in config.rollout.frozen_roles().items()
+        role_name: Fleet.configured([engine(policy)], config.engine, decode=renderer.decode)
+        for role_name, policy in config.rollout.frozen_roles().items()
     }
 
 
