@@ -33,9 +33,9 @@ def key_of(variable: str | None, *, none: bool) -> EngineKey | None:
         # A key by default: whoever reaches an engine's port can push weights to it, and a shared machine has other
         # users.
         return EngineKey.of(EngineKey.fresh().value)
-    if not (value := os.environ.get(variable)):
+    if not (key_value := os.environ.get(variable)):
         raise UsageError(f"--api-key-env {variable}: this environment variable is not set: export it")
-    return EngineKey.of(value)
+    return EngineKey.of(key_value)
 
 
 def serve(
@@ -55,7 +55,7 @@ def serve(
     it does not start, EngineUnavailable if it ends by itself."""
 
     async def main() -> int | None:
-        status = None
+        exit_status = None
         async with running_engine(
             model,
             settings,
@@ -65,32 +65,32 @@ def serve(
             lora_rank=lora_rank,
             lora_targets=lora_targets,
             kept_sets=kept_sets,
-        ) as (url, process):
-            for line in _announced(url, settings.kind, name, door.key, key_variable):
-                print(line, flush=True)
+        ) as (engine_url, engine_process):
+            for announced_line in _announced(engine_url, settings.kind, name, door.key, key_variable):
+                print(announced_line, flush=True)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(end_on_signal, nursery.cancel_scope)
-                status = await process.wait()
+                exit_status = await engine_process.wait()
                 nursery.cancel_scope.cancel()
-        return status
+        return exit_status
 
     with suppress(KeyboardInterrupt):  # Ctrl-C while it starts
-        status = trio.run(main)
-        if status is not None:
-            raise EngineUnavailable(f"the engine ended by itself with exit status {status}")
+        exit_status = trio.run(main)
+        if exit_status is not None:
+            raise EngineUnavailable(f"the engine ended by itself with exit status {exit_status}")
 
 
 def _announced(url: str, kind: str, name: str, key: EngineKey | None, variable: str | None) -> list[str]:
     is_new_key = key is not None and variable is None
     variable_name = variable or _KEY
-    attach = "" if key is None else f" --set engine.api_key_env={variable_name}"
-    ask = "" if key is None else f" --key-variable {variable_name}"
+    train_option = "" if key is None else f" --set engine.api_key_env={variable_name}"
+    eval_option = "" if key is None else f" --key-variable {variable_name}"
     return [
         f"model: {name}",
         *([f"key: export {variable_name}={key.value}"] if key is not None and is_new_key else []),
         *(["key: none; everybody who reaches this address may use the engine and change it"] if key is None else []),
-        f"a run: agentrl train RUN.toml --set engine.kind={kind} --set 'engine.urls=[\"{url}\"]'{attach}",
-        f"a test: agentrl eval --endpoint {url} --model {name} --env agentrl/Calculator-v0{ask}",
+        f"a run: agentrl train RUN.toml --set engine.kind={kind} --set 'engine.urls=[\"{url}\"]'{train_option}",
+        f"a test: agentrl eval --endpoint {url} --model {name} --env agentrl/Calculator-v0{eval_option}",
         url,
     ]
 

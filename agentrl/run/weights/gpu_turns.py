@@ -55,31 +55,31 @@ class Turns:
     async def begin(self, urls: Callable[[], Sequence[str]], *, weights_follow: bool = True) -> None:
         """Have the engines sleep, and the learner come back. With `weights_follow` the engines get all weights, or an
         adapter, before they wake. Raises NotDelivered if they do not sleep within `engine.mending_deadline_s`."""
-        started = trio.current_time()
-        deadline = started + self._settings.mending_deadline_s
+        turn_began_s = trio.current_time()
+        deadline = turn_began_s + self._settings.mending_deadline_s
         while True:
             self._held = await self._hold()
             self._began = trio.current_time()
             try:
                 # Only if weights follow may engines forget theirs: while a learner loads its model, nobody could give
                 # them back.
-                level = self._level if weights_follow else 1
-                await self._each(await trio.to_thread.run_sync(urls), partial(sleep.sleep, level=level))
+                sleep_level = self._level if weights_follow else 1
+                await self._each(await trio.to_thread.run_sync(urls), partial(sleep.sleep, level=sleep_level))
                 break
             except EngineError as error:
                 # Given back between two attempts: an engine that died can only be started again by somebody who gets
                 # the lock.
                 self._held.let_go()
                 if trio.current_time() > deadline:
-                    text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"
-                    raise NotDelivered(f"{text}, so the learner has no room: {error}") from error
+                    failure_text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"
+                    raise NotDelivered(f"{failure_text}, so the learner has no room: {error}") from error
             self._waits()
             await trio.sleep(_RETRY_S)
-        slept = trio.current_time()
+        asleep_at_s = trio.current_time()
         if self.parking is not None:
             await self._torch.run(self.parking.back)
-        self._cost = {"turn_wait_s": self._began - started, "sleep_s": slept - self._began}
-        self._cost["restore_s"] = trio.current_time() - slept
+        self._cost = {"turn_wait_s": self._began - turn_began_s, "sleep_s": asleep_at_s - self._began}
+        self._cost["restore_s"] = trio.current_time() - asleep_at_s
 
     async def begin_leaving(self) -> None:
         """Have the learner leave the GPU beside its last work there."""
@@ -89,9 +89,9 @@ class Turns:
     async def end(self) -> WeightLock:
         """Have the learner leave the GPU. The holder of the returned lock may wake the engines."""
         assert self._held is not None and self.parking is not None
-        started = trio.current_time()
+        leave_began_s = trio.current_time()
         await self._torch.run(self.parking.leave)
-        self._cost |= {"park_s": trio.current_time() - started, "swap_bytes": self.parking.bytes}
+        self._cost |= {"park_s": trio.current_time() - leave_began_s, "swap_bytes": self.parking.bytes}
         return self._held
 
     def cost(self) -> dict[str, float]:
@@ -103,12 +103,12 @@ class Turns:
     async def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
         """End a turn after which the engines go on with the weights they have. An engine that does not wake is left to
         the supervisor's watch."""
-        lock = await self.end()
+        weight_lock = await self.end()
         try:
             with suppress(EngineError):
                 await self._each(await trio.to_thread.run_sync(urls), sleep.wake)
         finally:
-            lock.let_go()
+            weight_lock.let_go()
 
     async def give_up(self) -> None:
         """Have the learner leave, wherever its turn was: it is saved, and ends."""
@@ -118,13 +118,13 @@ class Turns:
     async def _hold(self) -> WeightLock:
         settings = self._settings
         deadline_s = settings.start_deadline_s + settings.admin_deadline_s  # of an engine that starts, or is fitted
-        gpu = name_of("", colocated=True)
-        wait = partial(hold, self._locks, gpu, deadline_s=deadline_s, waits=self._waits)
-        return await trio.to_thread.run_sync(wait)
+        lock_name = name_of("", colocated=True)
+        take_lock = partial(hold, self._locks, lock_name, deadline_s=deadline_s, waits=self._waits)
+        return await trio.to_thread.run_sync(take_lock)
 
     async def _each(self, urls: Sequence[str], call: _Call) -> None:
-        for url in urls:
+        for engine_url in urls:
             async with aclosing(
-                EngineClient(url, api_key=self._settings.key_of(url), kind=self._settings.kind)
+                EngineClient(engine_url, api_key=self._settings.key_of(engine_url), kind=self._settings.kind)
             ) as client:
                 await call(client, deadline_s=self._settings.admin_deadline_s)

@@ -40,9 +40,9 @@ def objects_of(
     """Where in the object store the weights of a policy of the run `name` go; None if they go by files."""
     if engine.weights_url is None:
         return None
-    folder = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
-    url = "/".join(filter(None, [engine.weights_url.rstrip("/"), folder, role]))
-    return ObjectFolder(url, deadline_s=engine.admin_deadline_s)
+    folder_name = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
+    policy_url = "/".join(filter(None, [engine.weights_url.rstrip("/"), folder_name, role]))
+    return ObjectFolder(policy_url, deadline_s=engine.admin_deadline_s)
 
 
 class Publishers:
@@ -63,10 +63,10 @@ class Publishers:
         self._meta, self._has_ended = meta, False
 
         def publisher(role: str | None, sender: WeightSender | None) -> WeightPublisher:
-            store = objects_of(engine, name, meta, role)
-            return WeightPublisher(engine, sync, sender, locks=locks, store=store)
+            object_folder = objects_of(engine, name, meta, role)
+            return WeightPublisher(engine, sync, sender, locks=locks, store=object_folder)
 
-        self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in roles}
+        self._of = {None: publisher(None, sender)} | {role_name: publisher(role_name, None) for role_name in roles}
 
     def urls(self, role: str | None = None) -> list[str]:
         """Where the engines of a policy serve now. Raises RunFailed after `end`."""
@@ -80,31 +80,36 @@ class Publishers:
 
     async def behind(self, version: int) -> bool:
         """Whether some engine of any policy serves another version: see `WeightPublisher.behind`."""
-        return any([await publisher.behind(await self._urls(role), version) for role, publisher in self._of.items()])
+        return any(
+            [await publisher.behind(await self._urls(role_name), version) for role_name, publisher in self._of.items()]
+        )
 
     async def deliver(
         self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: WeightLock | None = None
     ) -> dict[str, float]:
         """Have the engines of each policy serve its parcel, all at once. Returns the cost as metrics. `held`, and what
         is raised, are as for `WeightPublisher.deliver`."""
-        costs: list[dict[str, float]] = []
+        policy_costs: list[dict[str, float]] = []
 
         async def push_role(role: str | None, parcel: Parcel | MemoryParcel) -> None:
-            costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel, held))
+            policy_costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel, held))
 
         try:
             async with trio.open_nursery() as nursery:
-                for role, parcel in parcels.items():
-                    nursery.start_soon(push_role, role, parcel)
+                for role_name, parcel in parcels.items():
+                    nursery.start_soon(push_role, role_name, parcel)
         except BaseExceptionGroup as group:
             raise matters(group) from None
         # Policies are pushed at the same time, so the slowest decides how long a push took; bytes and engines add up.
-        return {name: (sum if name in _SUMS else max)(cost[name] for cost in costs) for name in costs[0]}
+        return {
+            cost_name: (sum if cost_name in _SUMS else max)(policy_cost[cost_name] for policy_cost in policy_costs)
+            for cost_name in policy_costs[0]
+        }
 
     async def tidy(self) -> None:
         """See `WeightPublisher.tidy`."""
-        for role, publisher in self._of.items():
-            await publisher.tidy(await self._urls(role))
+        for role_name, publisher in self._of.items():
+            await publisher.tidy(await self._urls(role_name))
 
     async def _urls(self, role: str | None) -> list[str]:
         return await trio.to_thread.run_sync(self.urls, role)

@@ -22,27 +22,38 @@ def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None
     are kept, the next one, and a delta if there are deltas."""
     if config.syncs_memory:
         return
-    files = KEPT + config.transport.files
+    file_count = KEPT + config.transport.files
     # Checked from the shapes in the files' headers, before anything starts. A write into full shared memory is no error
     # but SIGBUS, and ends whoever touches the page.
-    need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
-    if need > free:
+    needed_bytes, free_bytes = (
+        file_count * sum(_file_bytes(config, model_folder) for model_folder in models),
+        shutil.disk_usage(scratch).free,
+    )
+    if needed_bytes > free_bytes:
         raise ConfigError(
             "scratch_dir",
             config.scratch_dir,
-            f"{scratch.parent} has {free >> 20} MiB left, and {files} weight files on their way to engines take "
-            f"{-(-need >> 20)} MiB: name a folder with more room (a disk will do), or give the container more shared "
-            f"memory (docker run --shm-size={-(-2 * need >> 20)}m)",
+            f"{scratch.parent} has {free_bytes >> 20} MiB left, and {file_count} weight files on their way to engines"
+            f" take {-(-needed_bytes >> 20)} MiB: name a folder with more room (a disk will do), or give the container"
+            f" more shared memory (docker run --shm-size={-(-2 * needed_bytes >> 20)}m)",
         )
 
 
 def _file_bytes(config: RunConfig, model: Path) -> int:
     """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
-    tensors = [place for part in weight_file.parts(model) for place in weight_file.places(weight_file.open_bytes(part))]
+    tensor_places = [
+        tensor_place
+        for weights_part in weight_file.parts(model)
+        for tensor_place in weight_file.places(weight_file.open_bytes(weights_part))
+    ]
     if config.sends_adapters:
         adapters = 1 + len(config.adapted_roles)
         return adapters * sum(
-            4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2
+            4 * config.train.lora_rank * sum(tensor_place.shape)
+            for tensor_place in tensor_places
+            if len(tensor_place.shape) == 2
         )
-    width = 4 if engine_dtype(config.engine, model) == "float32" else 2
-    return sum(place.numel * (width if len(place.shape) > 1 else 4) for place in tensors)
+    value_bytes = 4 if engine_dtype(config.engine, model) == "float32" else 2
+    return sum(
+        tensor_place.numel * (value_bytes if len(tensor_place.shape) > 1 else 4) for tensor_place in tensor_places
+    )
