@@ -54,34 +54,37 @@ class WaitLines:
 
     def lines(self, supervisor: Supervisor) -> Iterator[str]:
         """Yield the warning that is due since the last call."""
-        store, now = supervisor.store, self.now()
-        if supervisor.phase != TRAINING or now - self._looked < _LOOK_S:
+        run_store, current_s = supervisor.store, self.now()
+        if supervisor.phase != TRAINING or current_s - self._looked < _LOOK_S:
             return
-        self._looked = now
-        step, ready = store.versions.current_version().step, store.groups.counts().get(GroupState.SCORED, 0)
-        enough = ready >= supervisor.config.buffer.groups_per_step
-        state = (step, enough)
+        self._looked = current_s
+        current_step = run_store.versions.current_version().step
+        ready_count = run_store.groups.counts().get(GroupState.SCORED, 0)
+        has_enough = ready_count >= supervisor.config.buffer.groups_per_step
+        wait_state = (current_step, has_enough)
         # The pair, not the step alone: from "groups are missing" to "enough groups are there" somebody else is to
         # blame, and has its own thirty seconds.
-        if state != self._state:
-            self._state, self._since, self._next_s = state, now, _LONG_S
-        if now - self._since < self._next_s:
+        if wait_state != self._state:
+            self._state, self._since, self._next_s = wait_state, current_s, _LONG_S
+        if current_s - self._since < self._next_s:
             return
-        waited_s, self._next_s = now - self._since, 2 * self._next_s
-        sources = ", ".join(
-            f"reward source {source!r} has to score turns of {count} ended episodes"
-            for source, count in store.scores.episodes_unscored().items()
+        waited_s, self._next_s = current_s - self._since, 2 * self._next_s
+        late_sources = ", ".join(
+            f"reward source {source_name!r} has to score turns of {episode_count} ended episodes"
+            for source_name, episode_count in run_store.scores.episodes_unscored().items()
         )
-        logs = f"agentrl logs {supervisor.run.path}"
-        if reason := LEARNER_WAITS.of(store.meta):
-            yield f"warning: no step for {waited_s:.0f} s: {reason}" + (f"; {sources}" if sources else "")
-        elif enough and not store.lineage.stands_beyond(step):
-            yield (
-                f"warning: {ready} groups are scored, and the learner takes none for {waited_s:.0f} s, nor does it say "
-                f"that it waits: {logs} learner"
+        logs_command = f"agentrl logs {supervisor.run.path}"
+        if wait_reason := LEARNER_WAITS.of(run_store.meta):
+            yield f"warning: no step for {waited_s:.0f} s: {wait_reason}" + (
+                f"; {late_sources}" if late_sources else ""
             )
-        elif sources and not enough and not store.lineage.stands_beyond(step):
-            yield f"warning: no step for {waited_s:.0f} s: {sources}: {logs} worker-0"
+        elif has_enough and not run_store.lineage.stands_beyond(current_step):
+            yield (
+                f"warning: {ready_count} groups are scored, and the learner takes none for {waited_s:.0f} s, nor does"
+                f" it say that it waits: {logs_command} learner"
+            )
+        elif late_sources and not has_enough and not run_store.lineage.stands_beyond(current_step):
+            yield f"warning: no step for {waited_s:.0f} s: {late_sources}: {logs_command} worker-0"
 
 
 _WINDOW = 10  # number of steps in a displayed mean
@@ -116,16 +119,16 @@ class _Alerts:
             yield from self._unscored.lines(supervisor.store)
         yield from self._waits.lines(supervisor)
         if supervisor.phase == TRAINING:
-            store, config, path = supervisor.store, supervisor.config, supervisor.run.path
-            self._health = self._health or HealthLines(path)
-            step = store.versions.current_version().step
-            yield from self._health.lines(step, lambda: read_facts(store, config, path, live=True))
+            run_store, run_config, run_path = supervisor.store, supervisor.config, supervisor.run.path
+            self._health = self._health or HealthLines(run_path)
+            current_step = run_store.versions.current_version().step
+            yield from self._health.lines(current_step, lambda: read_facts(run_store, run_config, run_path, live=True))
 
     def of_step(self, row: dict[str, Any]) -> Iterator[str]:
         """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the
         number of such steps doubles."""
-        for alarm in row.get("alarms", ()):
-            yield f"alarm: {alarm}"
+        for alarm_text in row.get("alarms", ()):
+            yield f"alarm: {alarm_text}"
         if moved(row):
             self._rows, self._standing, self._warned = [], 0, 0
             return
@@ -155,14 +158,14 @@ class Warnings:
 
     def tick(self, supervisor: Supervisor) -> None:
         """Log what is new."""
-        for line in self._alerts.failures(supervisor):
-            log.warning("%s", line)
+        for alert_line in self._alerts.failures(supervisor):
+            log.warning("%s", alert_line)
         if self._logged is None:
             self._logged = _resumed_after(supervisor)
-        for row in supervisor.store.metrics.values("step", after=self._logged):
-            self._logged = row.step
-            for line in self._alerts.of_step(row.values):
-                log.warning("%s", line)
+        for step_row in supervisor.store.metrics.values("step", after=self._logged):
+            self._logged = step_row.step
+            for alert_line in self._alerts.of_step(step_row.values):
+                log.warning("%s", alert_line)
 
 
 @dataclass(slots=True)
@@ -195,8 +198,8 @@ class LiveView:
 
     def tick(self, supervisor: Supervisor) -> None:
         """Draw the current state. Failures are lines, above a live table too: what failed once is not overdrawn."""
-        for line in self._alerts.failures(supervisor):
-            self._print(line)
+        for alert_line in self._alerts.failures(supervisor):
+            self._print(alert_line)
         if self._live is not None:
             self._live.update(self._panel(supervisor))
         else:
@@ -210,62 +213,66 @@ class LiveView:
             self._printed = _resumed_after(supervisor)
             if self._printed:
                 self._print(f"goes on after step {self._printed}; earlier steps: {supervisor.run.path}/metrics.jsonl")
-        for row in supervisor.store.metrics.values("step", after=self._printed):
-            self._printed = row.step
-            v = row.values
+        for step_row in supervisor.store.metrics.values("step", after=self._printed):
+            self._printed = step_row.step
+            values = step_row.values
             self._print(
-                f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
-                f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {step_rates.trained_tokens(v):6d} tokens trained  "
-                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
+                f"step {step_row.step:4d}  reward {_mean([values], 'outcome_mean')}  "
+                f"success {_mean([values], 'success_mean')}  "
+                f"lag {_mean([values], 'lag_mean')} (max {values['lag_max']})  "
+                f"{step_rates.trained_tokens(values):6d} tokens trained  "
+                f"busy {values['busy_s']:.2f} s  idle {values['idle_s']:.2f} s",
                 cut=True,
             )
-            for line in self._alerts.of_step(v):
-                self._print(line)
+            for alert_line in self._alerts.of_step(values):
+                self._print(alert_line)
 
     def _print(self, line: str, *, cut: bool = False) -> None:
-        drawn = self._live is not None or self.console.is_jupyter
-        self.console.print(line if drawn else one_line(line, cut=cut), markup=False, highlight=False, soft_wrap=True)
+        is_drawn = self._live is not None or self.console.is_jupyter
+        self.console.print(line if is_drawn else one_line(line, cut=cut), markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
-        config, store = supervisor.config, supervisor.store
-        metrics = store.metrics.sample("step", _DRAWN)
-        recent = [row.values for row in metrics[-_WINDOW:]]
-        step = metrics[-1].step if metrics else 0
-        table = Table.grid(padding=(0, 3))
-        table.add_column(style="dim", justify="right")
-        table.add_column()
-        table.add_row("phase", supervisor.phase)
-        table.add_row("step", _bar(step, config.train.steps, eta_s(metrics, config.train.steps)))
-        if recent:
-            self._numbers(table, recent, [row.values for row in metrics])
-        for alarm in recent[-1].get("alarms", ()) if recent else ():
-            table.add_row(Text("alarm", style="bold red"), Text(alarm, style="red"))
-        if standstill := no_signal([row.values for row in metrics]):
-            table.add_row(Text("no signal", style="bold red"), Text(str(standstill), style="red"))
-        curve = list(report.during(store, config))
-        if curve:
-            table.add_row("held-out", "  ".join(f"{at_step}: {success:.2f}" for at_step, success in curve))
-        counts = store.groups.counts()
-        table.add_row(
+        run_config, run_store = supervisor.config, supervisor.store
+        step_rows = run_store.metrics.sample("step", _DRAWN)
+        recent_rows = [step_row.values for step_row in step_rows[-_WINDOW:]]
+        last_step = step_rows[-1].step if step_rows else 0
+        panel_table = Table.grid(padding=(0, 3))
+        panel_table.add_column(style="dim", justify="right")
+        panel_table.add_column()
+        panel_table.add_row("phase", supervisor.phase)
+        panel_table.add_row("step", _bar(last_step, run_config.train.steps, eta_s(step_rows, run_config.train.steps)))
+        if recent_rows:
+            self._numbers(panel_table, recent_rows, [step_row.values for step_row in step_rows])
+        for alarm_text in recent_rows[-1].get("alarms", ()) if recent_rows else ():
+            panel_table.add_row(Text("alarm", style="bold red"), Text(alarm_text, style="red"))
+        if standstill := no_signal([step_row.values for step_row in step_rows]):
+            panel_table.add_row(Text("no signal", style="bold red"), Text(str(standstill), style="red"))
+        success_curve = list(report.during(run_store, run_config))
+        if success_curve:
+            panel_table.add_row(
+                "held-out", "  ".join(f"{at_step}: {success:.2f}" for at_step, success in success_curve)
+            )
+        group_counts = run_store.groups.counts()
+        panel_table.add_row(
             "groups",
-            f"{counts.get(GroupState.RUNNING, 0)} running, {counts.get(GroupState.SCORED, 0)} ready, "
-            f"{counts.get(GroupState.TAKEN, 0) + counts.get(GroupState.TRAINED, 0)} trained"
-            + "".join(f", {n} dropped ({reason})" for reason, n in store.metrics.drops().items()),
+            f"{group_counts.get(GroupState.RUNNING, 0)} running, {group_counts.get(GroupState.SCORED, 0)} ready, "
+            f"{group_counts.get(GroupState.TAKEN, 0) + group_counts.get(GroupState.TRAINED, 0)} trained"
+            + "".join(f", {drop_count} dropped ({reason})" for reason, drop_count in run_store.metrics.drops().items()),
         )
-        for task in store.deaths.quarantined()[-3:]:
-            table.add_row("not played again", Text(task.reason))
-        title = f"agentrl · {config.name} · {config.env.id} · {_age(supervisor)}"
-        return Panel(Group(table), title=title, border_style="blue", title_align="left")
+        for lost_task in run_store.deaths.quarantined()[-3:]:
+            panel_table.add_row("not played again", Text(lost_task.reason))
+        panel_title = f"agentrl · {run_config.name} · {run_config.env.id} · {_age(supervisor)}"
+        return Panel(Group(panel_table), title=panel_title, border_style="blue", title_align="left")
 
     def _numbers(self, table: Table, recent: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        idle = step_rates.idle_share(recent)
+        idle_share = step_rates.idle_share(recent)
         table.add_row("reward", f"{_mean(recent, 'outcome_mean')}  {_spark(rows, 'outcome_mean')}")
         table.add_row("success", f"{_mean(recent, 'success_mean')}  {_spark(rows, 'success_mean')}")
         table.add_row("staleness", f"{_mean(recent, 'lag_mean')} steps, max {recent[-1]['lag_max']}")
         table.add_row("off-policy", _drift(recent))
         table.add_row("trained", f"{step_rates.trained_per_s(recent):,.0f} tokens/s")
-        waits = "learner waits for episodes" if idle > 0.5 else "learner is busy"
-        table.add_row("who waits", f"{waits}: idle {idle:.0%}")
+        who_waits = "learner waits for episodes" if idle_share > 0.5 else "learner is busy"
+        table.add_row("who waits", f"{who_waits}: idle {idle_share:.0%}")
 
 
 def _resumed_after(supervisor: Supervisor) -> int:
@@ -278,50 +285,52 @@ def _resumed_after(supervisor: Supervisor) -> int:
 def one_line(text: str, *, cut: bool = False) -> str:
     """A text as one line without control characters; `cut`, with an ellipsis, at $COLUMNS columns if that is set: a
     pager or a pane of logs that wraps lines hides where one begins. JSON is never cut."""
-    columns, line = os.environ.get("COLUMNS", ""), Text(printable(text))
-    if columns.isascii() and columns.isdecimal() and int(columns) and cut and not json_log.is_on():
-        line.truncate(int(columns), overflow="ellipsis")
-    return line.plain
+    width_text, printed_text = os.environ.get("COLUMNS", ""), Text(printable(text))
+    if width_text.isascii() and width_text.isdecimal() and int(width_text) and cut and not json_log.is_on():
+        printed_text.truncate(int(width_text), overflow="ellipsis")
+    return printed_text.plain
 
 
 def _age(supervisor: Supervisor) -> str:
-    seconds = int(time.time() - supervisor.started_s)
-    return f"{seconds // 60}:{seconds % 60:02d}"
+    age_seconds = int(time.time() - supervisor.started_s)
+    return f"{age_seconds // 60}:{age_seconds % 60:02d}"
 
 
 def _bar(step: int, steps: int, left_s: float | None) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
+    bar_grid = Table.grid(padding=(0, 1))
     remaining = f"{duration(left_s)} left" if left_s else ""
-    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40), Text(remaining))
-    return grid
+    bar_grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40), Text(remaining))
+    return bar_grid
 
 
 def _drift(rows: list[dict[str, Any]]) -> str:
     """How far learner and behaviour policy are apart, in one line."""
-    kl, differs = _mean(rows, "kl_k3"), _mean(rows, "mismatch_mean")
-    return (
-        f"ESS {_mean(rows, 'ess')}, KL {kl}, clipped {_mean(rows, 'clip_fraction')}, engine differs by {differs} nats"
-    )
+    kl_text, mismatch_text = _mean(rows, "kl_k3"), _mean(rows, "mismatch_mean")
+    clipped_text = _mean(rows, "clip_fraction")
+    return f"ESS {_mean(rows, 'ess')}, KL {kl_text}, clipped {clipped_text}, engine differs by {mismatch_text} nats"
 
 
 def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
     """The measured values; a step without any value to average has None."""
-    return [float(row[key]) for row in rows if row[key] is not None]
+    return [float(step_row[key]) for step_row in rows if step_row[key] is not None]
 
 
 def _mean(rows: list[dict[str, Any]], key: str) -> str:
-    values = _values(rows, key)
-    return f"{fmean(values):.3f}" if values else "-"
+    measured = _values(rows, key)
+    return f"{fmean(measured):.3f}" if measured else "-"
 
 
 def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
-    values = _values(rows, key)
-    if not values:
+    measured = _values(rows, key)
+    if not measured:
         return ""
     # Means of neighbours and not every n-th value: a reward is noisy from step to step, and a picked value would draw
     # the noise.
-    stride = max(1, len(values) // width)
-    means = [fmean(values[start : start + stride]) for start in range(0, len(values), stride)]
-    low, high = min(means), max(means)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[int((mean - low) * scale)] for mean in means)
+    window_size = max(1, len(measured) // width)
+    window_means = [
+        fmean(measured[first_position : first_position + window_size])
+        for first_position in range(0, len(measured), window_size)
+    ]
+    lowest_mean, highest_mean = min(window_means), max(window_means)
+    levels_per_unit = (len(_SPARKS) - 1) / (highest_mean - lowest_mean) if highest_mean > lowest_mean else 0.0
+    return "".join(_SPARKS[int((window_mean - lowest_mean) * levels_per_unit)] for window_mean in window_means)

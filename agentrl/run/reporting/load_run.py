@@ -50,8 +50,8 @@ class Table(Sequence[dict[str, Any]]):
 
     def columns(self) -> dict[str, list[Any]]:
         """The values by name, None where a row has none."""
-        names = dict.fromkeys(name for row in self._rows for name in row)
-        return {name: [row.get(name) for row in self._rows] for name in names}
+        column_names = dict.fromkeys(column_name for table_row in self._rows for column_name in table_row)
+        return {column_name: [table_row.get(column_name) for table_row in self._rows] for column_name in column_names}
 
     def to_pandas(self) -> pandas.DataFrame:
         """A data frame of pandas. Raises UsageError if it is not installed."""
@@ -68,13 +68,16 @@ class Table(Sequence[dict[str, Any]]):
             import polars
         except ImportError:
             raise UsageError(f"polars is not installed: {install_command('polars')}; or use columns()") from None
-        columns = {
-            name: [json.dumps(value) if isinstance(value, dict | list) else value for value in values]
-            for name, values in self.columns().items()
+        json_columns = {
+            column_name: [
+                json.dumps(cell_value) if isinstance(cell_value, dict | list) else cell_value
+                for cell_value in cell_values
+            ]
+            for column_name, cell_values in self.columns().items()
         }
         # The whole column decides its type: polars looks at the first hundred rows by default, and a metric that
         # appears at step 200 would be an error.
-        return polars.DataFrame(columns, strict=False, infer_schema_length=None)
+        return polars.DataFrame(json_columns, strict=False, infer_schema_length=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,8 @@ class LoadedRun:
 
     def summary(self) -> dict[str, Any] | None:
         """The contents of `summary.json`; None before the run's end."""
-        file = RunDir.open(self.path).summary
-        return cast("dict[str, Any]", json.loads(file.read_text())) if file.exists() else None
+        summary_path = RunDir.open(self.path).summary
+        return cast("dict[str, Any]", json.loads(summary_path.read_text())) if summary_path.exists() else None
 
     def status(self) -> dict[str, Any]:
         """Return the run's status now, as `agentrl status --json` prints it."""
@@ -99,32 +102,42 @@ class LoadedRun:
     def steps(self, *, undone: bool = False) -> Table:
         """A row for each optimizer step with its metrics (`docs/reference/metrics.md`); with `undone` also steps that a
         restart undid, which `undone` marks."""
-        with self._store() as store:
-            rows = store.metrics.values("step", undone=undone)
+        with self._store() as run_store:
+            step_rows = run_store.metrics.values("step", undone=undone)
         return Table(
-            {**row.values, "step": row.step, "attempt": row.attempt, "time_s": row.time_s, "undone": row.undone}
-            for row in rows
+            {
+                **step_row.values,
+                "step": step_row.step,
+                "attempt": step_row.attempt,
+                "time_s": step_row.time_s,
+                "undone": step_row.undone,
+            }
+            for step_row in step_rows
         )
 
     def episodes(self, purpose: str | None = "train") -> Table:
         """A row for each episode of a purpose, or of all (None): `train`, or `eval:SET:before`, `…:during@STEP`,
         `…:after`. One that goes on has no `stop_reason`."""
-        with self._store() as store:
-            return Table(_episodes(store, purpose))
+        with self._store() as run_store:
+            return Table(_episodes(run_store, purpose))
 
     def turns(self, purpose: str | None = "train", *, episode: int | None = None) -> Table:
         """A row for each turn of these episodes, or of one: what the model wrote, what it was answered, the turn's
         reward, and how many tokens were sampled (None once `buffer.keep_steps` has dropped them)."""
-        with self._store() as store:
+        with self._store() as run_store:
             return Table(
-                row for trajectory in self._trajectories(store, purpose, episode) for row in _turns(trajectory)
+                turn_row
+                for trajectory in self._trajectories(run_store, purpose, episode)
+                for turn_row in _turns(trajectory)
             )
 
     def rewards(self, purpose: str | None = "train", *, episode: int | None = None) -> Table:
         """A row for each reward that a turn of these episodes, or of one, has earned from a source."""
-        with self._store() as store:
+        with self._store() as run_store:
             return Table(
-                row for trajectory in self._trajectories(store, purpose, episode) for row in _rewards(trajectory)
+                reward_row
+                for trajectory in self._trajectories(run_store, purpose, episode)
+                for reward_row in _rewards(trajectory)
             )
 
     def _store(self) -> RunStore:
@@ -135,8 +148,8 @@ class LoadedRun:
         if episode is not None:
             yield store.reads.trajectory(episode)
             return
-        for name in store.groups.purposes() if purpose is None else [purpose]:
-            yield from store.reads.trajectories(name)
+        for shown_purpose in store.groups.purposes() if purpose is None else [purpose]:
+            yield from store.reads.trajectories(shown_purpose)
 
 
 def load_run(path: Path | str) -> LoadedRun:
@@ -145,48 +158,48 @@ def load_run(path: Path | str) -> LoadedRun:
 
 
 def _episodes(store: RunStore, purpose: str | None) -> Iterator[dict[str, Any]]:
-    after = 0
-    while rows := store.reads.episodes(purpose, after=after, limit=_MOST):
-        after = rows[-1].id
-        for row in rows:
-            fields = asdict(row)
-            task = fields.pop("task")
+    after_id = 0
+    while episode_rows := store.reads.episodes(purpose, after=after_id, limit=_MOST):
+        after_id = episode_rows[-1].id
+        for episode_row in episode_rows:
+            episode_fields = asdict(episode_row)
+            task_fields = episode_fields.pop("task")
             yield {
-                "episode": fields.pop("id"),
-                "group": fields.pop("group_id"),
-                "env": task["env"],
-                "seed": task["seed"],
-                **fields,
-                "group_state": row.group_state.value,
-                "stop_reason": None if row.stop_reason is None else row.stop_reason.value,
+                "episode": episode_fields.pop("id"),
+                "group": episode_fields.pop("group_id"),
+                "env": task_fields["env"],
+                "seed": task_fields["seed"],
+                **episode_fields,
+                "group_state": episode_row.group_state.value,
+                "stop_reason": None if episode_row.stop_reason is None else episode_row.stop_reason.value,
             }
 
 
 def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    for turn in trajectory.turns:
-        step = turn.step
+    for played_turn in trajectory.turns:
+        env_step = played_turn.step
         yield {
             "episode": trajectory.episode_id,
-            "turn": turn.index,
-            "turn_id": turn.id,
-            "role": turn.role,
-            "text": turn.text,
-            "observation": None if step is None else [dict(message) for message in step.observation],
-            "reward": turn.reward,
-            "tokens": len(turn.token_ids) or None,
-            "finish": turn.finish,
-            "seconds": turn.ended_s - turn.started_s,
+            "turn": played_turn.index,
+            "turn_id": played_turn.id,
+            "role": played_turn.role,
+            "text": played_turn.text,
+            "observation": None if env_step is None else [dict(message) for message in env_step.observation],
+            "reward": played_turn.reward,
+            "tokens": len(played_turn.token_ids) or None,
+            "finish": played_turn.finish,
+            "seconds": played_turn.ended_s - played_turn.started_s,
         }
 
 
 def _rewards(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    for turn in trajectory.turns:
-        for source, value in turn.rewards.items():
+    for played_turn in trajectory.turns:
+        for source_name, reward in played_turn.rewards.items():
             yield {
                 "episode": trajectory.episode_id,
-                "turn": turn.index,
-                "turn_id": turn.id,
-                "role": turn.role,
-                "source": source,
-                "value": value,
+                "turn": played_turn.index,
+                "turn_id": played_turn.id,
+                "role": played_turn.role,
+                "source": source_name,
+                "value": reward,
             }

@@ -39,46 +39,52 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
     """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
     that changed the weights; `no_signal` says why the last steps did not change them, None if they did;
     `stopped_early` why training ended before its last step, None if it did not."""
-    steps = [row.values for row in store.metrics.values("step")]
-    learner_s = sum(map(step_rates.wall_s, steps))
-    waits = store.metrics.waited()
-    drops, replays = store.metrics.drops(), store.replays.counts(config.rollout.max_replays)
-    idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
-    started, ended = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
-    sets = {
+    step_rows = [step_row.values for step_row in store.metrics.values("step")]
+    learner_s = sum(map(step_rates.wall_s, step_rows))
+    waited_times = store.metrics.waited()
+    drop_counts, replay_counts = store.metrics.drops(), store.replays.counts(config.rollout.max_replays)
+    idle_end = no_signal(step_rows, patience=min(PATIENCE, len(step_rows)), skipped=drop_counts.get("no_signal", 0))
+    train_began_s, train_ended_s = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
+    results_by_set = {
         held_out.name: {
-            when: result and result.figures()
-            for when in ("before", "after")
-            for result in [evaluation.result(store, held_out.name, evaluation.label(held_out.name, when))]
+            moment: eval_result and eval_result.figures()
+            for moment in ("before", "after")
+            for eval_result in [evaluation.result(store, held_out.name, evaluation.label(held_out.name, moment))]
         }
         for held_out in config.eval.sets
     }
-    first = sets[config.eval.sets[0].name] if config.eval.sets else {"before": None, "after": None}
-    summary: dict[str, Any] = {
+    first_results = results_by_set[config.eval.sets[0].name] if config.eval.sets else {"before": None, "after": None}
+    run_summary: dict[str, Any] = {
         "name": config.name,
         "seed": config.seed,
         "model": config.model,
         "model_params": MODEL_PARAMS.of(store.meta),
-        "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
-        "steps": len(steps),
+        "eval": {**first_results, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": results_by_set},
+        "steps": len(step_rows),
         "episodes": store.metrics.episodes_trained(),
-        "steps_updated": sum(bool(row["updated"]) for row in steps),
-        "tokens_trained": sum(map(step_rates.trained_tokens, steps)),
+        "steps_updated": sum(bool(step_row["updated"]) for step_row in step_rows),
+        "tokens_trained": sum(map(step_rates.trained_tokens, step_rows)),
         "no_signal": None if idle_end is None else str(idle_end),
         "stopped_early": STOPPED_EARLY.of(store.meta),
         "wall_s": time.time() - (CREATED_S.of(store.meta) or time.time()),
         # By marks in the store and not by this process's clock: a run that was resumed was trained by several
         # processes.
-        "train_s": ended - started,
-        "trainer_idle_share": step_rates.idle_share(steps),
-        "held_at_bound_share": sum(row.get("held_s", 0.0) for row in steps) / learner_s if learner_s else 0.0,
-        "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
-        "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
-        "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
-        "reward_functions": by_function(steps),
-        "drops": drops,
+        "train_s": train_ended_s - train_began_s,
+        "trainer_idle_share": step_rates.idle_share(step_rows),
+        "held_at_bound_share": sum(step_row.get("held_s", 0.0) for step_row in step_rows) / learner_s
+        if learner_s
+        else 0.0,
+        "episode_engine_share": waited_times.engine_s / sum(waited_times) if any(waited_times) else 0.0,
+        "max_lag_seen": max((step_row["lag_max"] for step_row in step_rows), default=0),
+        "weight_pause_ms": 1e3 * fmean(step_row["pause_s"] for step_row in step_rows) if step_rows else 0.0,
+        "reward_functions": by_function(step_rows),
+        "drops": drop_counts,
         "notices": notice_counts.totals(store.metrics),
-        "replays": {"played": replays.played, "waiting": replays.waiting, "given_up": replays.exhausted},
+        "replays": {
+            "played": replay_counts.played,
+            "waiting": replay_counts.waiting,
+            "given_up": replay_counts.exhausted,
+        },
         "members_dropped": store.metrics.members_dropped(),
         "bias": finite(asdict(store.metrics.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},
@@ -88,17 +94,22 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         ],
         "failed_tasks": failed_tasks.as_rows(store.metrics.failed_tasks(), config),
         "quarantined": [
-            {"env": entry.task.env, "seed": entry.task.seed, "episode": entry.episode_id, "reason": entry.reason}
-            for entry in store.deaths.quarantined()
+            {
+                "env": lost_task.task.env,
+                "seed": lost_task.task.seed,
+                "episode": lost_task.episode_id,
+                "reason": lost_task.reason,
+            }
+            for lost_task in store.deaths.quarantined()
         ],
         "restarts": restarts,
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
+        "versions": {package_name: importlib.metadata.version(package_name) for package_name in _PACKAGES}
         | {"python": platform.python_version()},
     }
     new_file = run.summary.with_name(f"{run.summary.name}.new")
-    new_file.write_text(json.dumps(summary, indent=2) + "\n")
+    new_file.write_text(json.dumps(run_summary, indent=2) + "\n")
     new_file.replace(run.summary)  # others read it as soon as it is there
-    return summary
+    return run_summary
 
 
 def _close(config: RunConfig) -> str:
@@ -108,24 +119,28 @@ def _close(config: RunConfig) -> str:
 def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     """Held-out success of the first set by step: before, during, after."""
     for held_out in config.eval.sets[:1]:
-        for step, result in measured(store, held_out.name):
-            assert result.success is not None, "it has episodes"
-            yield step, result.success
+        for eval_step, eval_result in measured(store, held_out.name):
+            assert eval_result.success is not None, "it has episodes"
+            yield eval_step, eval_result.success
 
 
 def measured(store: RunStore, name: str) -> Iterator[tuple[int, evaluation.EvalResult]]:
     """The finished evaluations of a held-out set by step: before, during, after."""
-    purposes = {0: evaluation.label(name, "before")}
-    labels = [
+    purpose_by_step = {0: evaluation.label(name, "before")}
+    read_labels = [
         (purpose, evaluation.read_label(purpose, now=store.versions.current_version().step))
         for purpose in store.groups.purposes()
     ]
-    for when in ("during", "after"):  # the last one holds for a step that has both
-        purposes |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
-    for step in sorted(purposes):
-        result = evaluation.result(store, name, purposes[step])
-        if result is not None and result.n and evaluation.finished(store, purposes[step]):
-            yield step, result
+    for moment in ("during", "after"):  # the last one holds for a step that has both
+        purpose_by_step |= {
+            label_parts.step: purpose
+            for purpose, label_parts in read_labels
+            if label_parts and (label_parts.name, label_parts.when) == (name, moment)
+        }
+    for eval_step in sorted(purpose_by_step):
+        eval_result = evaluation.result(store, name, purpose_by_step[eval_step])
+        if eval_result is not None and eval_result.n and evaluation.finished(store, purpose_by_step[eval_step]):
+            yield eval_step, eval_result
 
 
 def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
@@ -137,42 +152,52 @@ def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row.values for row in store.metrics.values("step")]
-    steps = [row.step for row in store.metrics.values("step")]
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1])
-    top.plot(
-        steps, [row["outcome_mean"] for row in rows], color="#9bb8d3", linewidth=1, label="outcome reward, training"
+    step_values = [step_row.values for step_row in store.metrics.values("step")]
+    step_numbers = [step_row.step for step_row in store.metrics.values("step")]
+    figure, (top_axes, bottom_axes) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1])
+    top_axes.plot(
+        step_numbers,
+        [step_row["outcome_mean"] for step_row in step_values],
+        color="#9bb8d3",
+        linewidth=1,
+        label="outcome reward, training",
     )
-    for name in by_function(rows):
-        drawn: list[tuple[int, float]] = []
-        for step, row in zip(steps, rows, strict=True):
-            means: dict[str, float] = row.get("reward_functions") or {}
-            if name in means:
-                drawn.append((step, means[name]))
-        top.plot(*zip(*drawn, strict=True), linewidth=1, linestyle=":", label=name.rpartition("/")[2])
+    for function_name in by_function(step_values):
+        drawn_means: list[tuple[int, float]] = []
+        for step_number, step_row in zip(step_numbers, step_values, strict=True):
+            function_means: dict[str, float] = step_row.get("reward_functions") or {}
+            if function_name in function_means:
+                drawn_means.append((step_number, function_means[function_name]))
+        top_axes.plot(
+            *zip(*drawn_means, strict=True), linewidth=1, linestyle=":", label=function_name.rpartition("/")[2]
+        )
     for held_out, color in zip(config.eval.sets[:1] + config.eval.sets_during[1:], _SETS, strict=False):
-        curve = list(measured(store, held_out.name))
-        for k in _shown_k(curve):
-            _draw_pass(top, held_out.name, k, curve, color)
-    top.set_ylim(min(0, top.dataLim.y0), max(1, top.dataLim.y1))  # rewards may be negative, or beyond 1
-    top.set_ylabel("mean per episode")
-    top.legend(loc="lower right", frameon=False)
-    top.set_title(f"{config.name}: {config.env.id}, seed {config.seed}")
-    bottom.plot(
-        steps, [row["lag_mean"] for row in rows], color="#7d3c98", linewidth=1, label="mean lag of a token, steps"
+        success_curve = list(measured(store, held_out.name))
+        for sample_count in _shown_k(success_curve):
+            _draw_pass(top_axes, held_out.name, sample_count, success_curve, color)
+    top_axes.set_ylim(min(0, top_axes.dataLim.y0), max(1, top_axes.dataLim.y1))  # rewards may be negative, or beyond 1
+    top_axes.set_ylabel("mean per episode")
+    top_axes.legend(loc="lower right", frameon=False)
+    top_axes.set_title(f"{config.name}: {config.env.id}, seed {config.seed}")
+    bottom_axes.plot(
+        step_numbers,
+        [step_row["lag_mean"] for step_row in step_values],
+        color="#7d3c98",
+        linewidth=1,
+        label="mean lag of a token, steps",
     )
-    share = [step_rates.idle_share([row]) for row in rows]
-    bottom.plot(steps, share, color="#7f8c8d", linewidth=1, label="learner idle share")
-    bottom.set_xlabel("optimizer step")
-    bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.2)
-    target = run.path / "curves.png"
+    idle_shares = [step_rates.idle_share([step_row]) for step_row in step_values]
+    bottom_axes.plot(step_numbers, idle_shares, color="#7f8c8d", linewidth=1, label="learner idle share")
+    bottom_axes.set_xlabel("optimizer step")
+    bottom_axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    for shown_axes in (top_axes, bottom_axes):
+        shown_axes.spines[["top", "right"]].set_visible(False)
+        shown_axes.grid(alpha=0.2)
+    plot_path = run.path / "curves.png"
     figure.tight_layout()
-    figure.savefig(str(target), dpi=130)  # pyright: ignore[reportUnknownMemberType]
+    figure.savefig(str(plot_path), dpi=130)  # pyright: ignore[reportUnknownMemberType]
     pyplot.close(figure)
-    return target
+    return plot_path
 
 
 _SETS = ("#c0392b", "#b9770e", "#1e8449", "#117a65", "#6c3483")
@@ -181,31 +206,43 @@ _SETS = ("#c0392b", "#b9770e", "#1e8449", "#117a65", "#6c3483")
 
 def _shown_k(curve: Sequence[tuple[int, evaluation.EvalResult]]) -> list[str]:
     """The first and the last k of pass@k that were measured."""
-    ks = list(curve[-1][1].pass_at) if curve else []
-    return list(dict.fromkeys([*ks[:1], *ks[-1:]]))
+    sample_counts = list(curve[-1][1].pass_at) if curve else []
+    return list(dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))
 
 
 def _draw_pass(axes: Any, name: str, k: str, curve: Iterable[tuple[int, evaluation.EvalResult]], color: str) -> None:
     """Draw pass@k by step, with its interval."""
-    drawn = [(step, result.pass_at[k]) for step, result in curve if k in result.pass_at]
-    values = [rate["value"] for _, rate in drawn]
-    errors = [[rate["value"] - rate["low"] for _, rate in drawn], [rate["high"] - rate["value"] for _, rate in drawn]]
-    label = f"success, {name}" if k == "1" else f"pass@{k}, {name}"
-    line = {"linewidth": 2, "linestyle": "-" if k == "1" else "--", "capsize": 2, "elinewidth": 1}
-    axes.errorbar([step for step, _ in drawn], values, yerr=errors, color=color, marker="o", label=label, **line)
+    drawn_rates = [(eval_step, eval_result.pass_at[k]) for eval_step, eval_result in curve if k in eval_result.pass_at]
+    pass_values = [pass_rate["value"] for _, pass_rate in drawn_rates]
+    error_bars = [
+        [pass_rate["value"] - pass_rate["low"] for _, pass_rate in drawn_rates],
+        [pass_rate["high"] - pass_rate["value"] for _, pass_rate in drawn_rates],
+    ]
+    curve_label = f"success, {name}" if k == "1" else f"pass@{k}, {name}"
+    line_style = {"linewidth": 2, "linestyle": "-" if k == "1" else "--", "capsize": 2, "elinewidth": 1}
+    axes.errorbar(
+        [eval_step for eval_step, _ in drawn_rates],
+        pass_values,
+        yerr=error_bars,
+        color=color,
+        marker="o",
+        label=curve_label,
+        **line_style,
+    )
 
 
 def transcripts(run: RunDir, config: RunConfig, store: RunStore, n: int = 3) -> Path:
     """Write `transcripts.md`: the same `n` held-out tasks before and after training."""
-    parts = [f"# {config.name}: episodes before and after training\n"]
+    text_parts = [f"# {config.name}: episodes before and after training\n"]
     for held_out in config.eval.sets[:1]:
-        for when in ("before", "after"):
-            parts += [
-                f"\n## {title}, {when}: {text}" for title, text in held_out_episodes(store, held_out.name, when, n)
+        for moment in ("before", "after"):
+            text_parts += [
+                f"\n## {episode_title}, {moment}: {episode_text}"
+                for episode_title, episode_text in held_out_episodes(store, held_out.name, moment, n)
             ]
-    target = run.path / "transcripts.md"
-    target.write_text("\n".join(parts))
-    return target
+    transcripts_path = run.path / "transcripts.md"
+    transcripts_path.write_text("\n".join(text_parts))
+    return transcripts_path
 
 
 def held_out_episodes(store: RunStore, name: str, when: str, n: int) -> Iterator[tuple[str, str]]:
@@ -216,22 +253,26 @@ def held_out_episodes(store: RunStore, name: str, when: str, n: int) -> Iterator
 
 def verdict(trajectory: Trajectory) -> str:
     """One phrase on how an episode went."""
-    result = {True: "solved", False: "not solved", None: "unscored"}[trajectory.success]
-    reason = trajectory.stop_reason.value if trajectory.stop_reason else "unfinished"
-    return f"{result} in {len(trajectory.turns)} turns ({reason})"
+    success_text = {True: "solved", False: "not solved", None: "unscored"}[trajectory.success]
+    ending_text = trajectory.stop_reason.value if trajectory.stop_reason else "unfinished"
+    return f"{success_text} in {len(trajectory.turns)} turns ({ending_text})"
 
 
 def transcript(trajectory: Trajectory) -> str:
     """An episode as text: every message, indented so that no part of it is read as markup."""
-    lines = list(quoted(trajectory.start))
-    for turn in trajectory.turns:
-        role = "assistant" if turn.role == POLICY else turn.role
-        lines += quoted(({"role": role, "content": turn.text},))
-        if turn.step is not None:
-            lines += quoted(turn.step.observation)
-            parts = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
-            lines.append(f"    (turn {turn.id}{''.join(parts)})")
-    return "\n".join(lines) + "\n"
+    text_lines = list(quoted(trajectory.start))
+    for played_turn in trajectory.turns:
+        shown_role = "assistant" if played_turn.role == POLICY else played_turn.role
+        text_lines += quoted(({"role": shown_role, "content": played_turn.text},))
+        if played_turn.step is not None:
+            text_lines += quoted(played_turn.step.observation)
+            reward_texts = [
+                f", {source_name} {turn_reward:+.2f}"
+                for source_name, turn_reward in played_turn.rewards.items()
+                if turn_reward or source_name != "env"
+            ]
+            text_lines.append(f"    (turn {played_turn.id}{''.join(reward_texts)})")
+    return "\n".join(text_lines) + "\n"
 
 
 def quoted(messages: Iterable[Message]) -> Iterator[str]:
@@ -240,26 +281,30 @@ def quoted(messages: Iterable[Message]) -> Iterator[str]:
         # Indented by four, which Markdown shows as it is: a policy's text may hold headings, links and HTML, and this
         # file is opened in a viewer.
         yield f"    [{message['role']}]"
-        calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
-        for line in (*message["content"].splitlines(), *calls):
-            yield f"    {printable(line)}"
+        call_texts = (
+            json.dumps(tool_call["function"], ensure_ascii=False) for tool_call in message.get("tool_calls", ())
+        )
+        for text_line in (*message["content"].splitlines(), *call_texts):
+            yield f"    {printable(text_line)}"
         yield ""
 
 
 def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     """Print a run's summary: a table, the failed and the quarantined tasks, warnings, and where its files lie."""
-    table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for name, results in summary["eval"]["sets"].items():
-        cells = [_success(results[when]) for when in ("before", "after")]
-        table.add_row(f"success, {name}", *cells)
-        after = cast("dict[str, Any]", results["after"] or {})
-        for k in list(cast("dict[str, Any]", after.get("pass_at", {})))[1:]:
-            cells = [_pass(results[when], k) for when in ("before", "after")]
-            table.add_row(f"pass@{k}, {name}", *cells)
-    for label, value in (
+    summary_table = Table(
+        title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left"
+    )
+    summary_table.add_column("")
+    summary_table.add_column("before", justify="right")
+    summary_table.add_column("after", justify="right")
+    for shown_name, set_results in summary["eval"]["sets"].items():
+        table_cells = [_success(set_results[moment]) for moment in ("before", "after")]
+        summary_table.add_row(f"success, {shown_name}", *table_cells)
+        results_after = cast("dict[str, Any]", set_results["after"] or {})
+        for sample_count in list(cast("dict[str, Any]", results_after.get("pass_at", {})))[1:]:
+            table_cells = [_pass(set_results[moment], sample_count) for moment in ("before", "after")]
+            summary_table.add_row(f"pass@{sample_count}, {shown_name}", *table_cells)
+    for row_label, row_value in (
         ("training time", f"{summary['train_s']:.0f} s"),
         ("wall time", f"{summary['wall_s']:.0f} s"),
         ("steps that changed weights", f"{summary['steps_updated']} of {summary['steps']}"),
@@ -269,47 +314,63 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
         ("episodes' time in the engine", f"{summary['episode_engine_share']:.0%}"),
         ("oldest token trained", f"{summary['max_lag_seen']} steps"),
     ):
-        table.add_row(label, "", value)
-    for name, means in summary["reward_functions"].items():
-        label = f"reward function {name.rpartition('/')[2]}, first and last steps"
-        table.add_row(label, f"{means['first']:.3f}", f"{means['last']:.3f}")
-        if means["judged"] < summary["episodes"]:
-            table.add_row(f"episodes that {name.rpartition('/')[2]} judged", "", f"{means['judged']:,}")
-        if means["late"]:
-            table.add_row(f"answers not judged in time by {name.rpartition('/')[2]}: 0", "", f"{means['late']:,}")
-    console.print(table)
+        summary_table.add_row(row_label, "", row_value)
+    for shown_name, function_means in summary["reward_functions"].items():
+        row_label = f"reward function {shown_name.rpartition('/')[2]}, first and last steps"
+        summary_table.add_row(row_label, f"{function_means['first']:.3f}", f"{function_means['last']:.3f}")
+        if function_means["judged"] < summary["episodes"]:
+            summary_table.add_row(
+                f"episodes that {shown_name.rpartition('/')[2]} judged", "", f"{function_means['judged']:,}"
+            )
+        if function_means["late"]:
+            summary_table.add_row(
+                f"answers not judged in time by {shown_name.rpartition('/')[2]}: 0", "", f"{function_means['late']:,}"
+            )
+    console.print(summary_table)
     show_bias(console, summary)
     if any(summary["replays"].values()):
-        counts = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in summary["replays"].items())
-        console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
+        replay_texts = ", ".join(
+            f"{replay_count} {replay_kind.replace('_', ' ')}"
+            for replay_kind, replay_count in summary["replays"].items()
+        )
+        console.print(
+            f"tasks that infrastructure lost: {replay_texts} (rollout.max_replays)", markup=False, highlight=False
+        )
     if summary["failed_tasks"]:
         console.print(failed_tasks.table(summary["failed_tasks"], most=failed_tasks.MOST_ROWS))
         console.print(f"all of them: agentrl tasks {path} --failed", markup=False, highlight=False)
     for failure in summary["reward_failures"]:
-        line = printable(f"{failure['line']}: agentrl rewards {path}")
-        console.print(f"warning: {line}", style="bold red", markup=False, highlight=False)
-    for line in notice_counts.lines(summary["notices"])[:_MOST_NOTICES]:
-        console.print(f"not used: {printable(line)}", markup=False, highlight=False)
-    for task in summary["quarantined"]:
-        console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
+        warning_line = printable(f"{failure['line']}: agentrl rewards {path}")
+        console.print(f"warning: {warning_line}", style="bold red", markup=False, highlight=False)
+    for warning_line in notice_counts.lines(summary["notices"])[:_MOST_NOTICES]:
+        console.print(f"not used: {printable(warning_line)}", markup=False, highlight=False)
+    for lost_task in summary["quarantined"]:
+        console.print(
+            f"not played again: {lost_task['reason']} (episode {lost_task['episode']})", markup=False, highlight=False
+        )
     if summary.get("stopped_early"):
         console.print(f"training ended early: {summary['stopped_early']}", markup=False, highlight=False)
     if summary["no_signal"]:
         console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
     console.print(f"run directory: {path}", markup=False, highlight=False)
     # The transcripts are hundreds of lines, which would scroll the table away.
-    for name, file in (("plot", path / "curves.png"), ("episodes, before and after", path / "transcripts.md")):
-        if file.exists():
-            console.print(f"{name}: {file}", markup=False, highlight=False)
+    for shown_name, shown_path in (
+        ("plot", path / "curves.png"),
+        ("episodes, before and after", path / "transcripts.md"),
+    ):
+        if shown_path.exists():
+            console.print(f"{shown_name}: {shown_path}", markup=False, highlight=False)
 
 
 def _success(result: dict[str, Any] | None) -> str:
     """A held-out success, with the number of episodes that failed."""
     if result is None:
         return "-"
-    measured = "-" if result["success"] is None else f"{result['success']:.3f}{_interval(result, '1')}"
+    success_text = "-" if result["success"] is None else f"{result['success']:.3f}{_interval(result, '1')}"
     return (
-        f"{measured} ({result['failed']} of {result['n'] + result['failed']} failed)" if result["failed"] else measured
+        f"{success_text} ({result['failed']} of {result['n'] + result['failed']} failed)"
+        if result["failed"]
+        else success_text
     )
 
 
@@ -322,29 +383,38 @@ def _pass(result: dict[str, Any] | None, k: str) -> str:
 
 def _interval(result: dict[str, Any], k: str) -> str:
     """The interval of pass@k; "" if it was not measured."""
-    rate = result["pass_at"].get(k)
-    return "" if rate is None else f" [{rate['low']:.2f}, {rate['high']:.2f}]"
+    pass_rate = result["pass_at"].get(k)
+    return "" if pass_rate is None else f" [{pass_rate['low']:.2f}, {pass_rate['high']:.2f}]"
 
 
 def show_bias(console: Console, summary: dict[str, Any]) -> None:
     """Print whether what was trained is like what was played; nothing if every episode was trained."""
-    bias, rules = summary["bias"], summary["buffer"]
-    played, trained = bias["admitted"], bias["trained"]
-    if played["episodes"] == trained["episodes"]:
+    bias_figures, buffer_rules = summary["bias"], summary["buffer"]
+    played_figures, trained_figures = bias_figures["admitted"], bias_figures["trained"]
+    if played_figures["episodes"] == trained_figures["episodes"]:
         return
-    title = f"trained / played: order {rules['order']}, close {rules['close']}"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "mean", "p25", "p50", "p75", "p95"):
-        table.add_column(column, justify="right" if column else "left")
+    table_title = f"trained / played: order {buffer_rules['order']}, close {buffer_rules['close']}"
+    bias_table = Table(title=table_title, title_justify="left")
+    for column_name in ("", "mean", "p25", "p50", "p75", "p95"):
+        bias_table.add_column(column_name, justify="right" if column_name else "left")
     for unit in ("turns", "tokens", "seconds"):
-        cells = [f"{_number(trained[unit][name])} / {_number(played[unit][name])}" for name in played[unit]]
-        table.add_row(f"{unit} of an episode", *cells)
-    pairs = zip(trained["advantage_by_quartile"], played["advantage_by_quartile"], strict=True)
-    table.add_row("advantage, shortest to longest quarter", "", *(f"{_number(a)} / {_number(b)}" for a, b in pairs))
-    weighted = f"{_number(trained['weighted_tokens'])} / {_number(played['weighted_tokens'])}"
-    table.add_row("tokens, weighted by |advantage|", weighted)
-    console.print(table)
-    console.print(f"episodes: {trained['episodes']:,} of {played['episodes']:,} that ended", highlight=False)
+        table_cells = [
+            f"{_number(trained_figures[unit][figure_name])} / {_number(played_figures[unit][figure_name])}"
+            for figure_name in played_figures[unit]
+        ]
+        bias_table.add_row(f"{unit} of an episode", *table_cells)
+    quartile_pairs = zip(trained_figures["advantage_by_quartile"], played_figures["advantage_by_quartile"], strict=True)
+    bias_table.add_row(
+        "advantage, shortest to longest quarter",
+        "",
+        *(f"{_number(trained_value)} / {_number(played_value)}" for trained_value, played_value in quartile_pairs),
+    )
+    weighted_tokens = f"{_number(trained_figures['weighted_tokens'])} / {_number(played_figures['weighted_tokens'])}"
+    bias_table.add_row("tokens, weighted by |advantage|", weighted_tokens)
+    console.print(bias_table)
+    console.print(
+        f"episodes: {trained_figures['episodes']:,} of {played_figures['episodes']:,} that ended", highlight=False
+    )
 
 
 def _number(value: float | None) -> str:

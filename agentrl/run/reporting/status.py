@@ -61,19 +61,19 @@ class Holder:
 def holder(run: RunDir) -> Holder:
     """Who holds the run's lock now."""
     try:
-        with run.lock_path.open() as lock:
+        with run.lock_path.open() as lock_file:
             with suppress(BlockingIOError):
                 # The lock is the truth about whether a run lives: the kernel frees it with the process. A file with a
                 # process id would name whoever has that number today. Shared, so that two who look at one time do not
                 # take each other for a run.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return Holder("nobody")
-            pid = runs_here(lock.read())
+            process_id = runs_here(lock_file.read())
     except FileNotFoundError:
         return Holder("nobody")
-    if pid is None:
+    if process_id is None:
         return Holder("elsewhere")
-    return Holder("frozen" if is_stopped(pid) else "here", pid)
+    return Holder("frozen" if is_stopped(process_id) else "here", process_id)
 
 
 def status(
@@ -81,62 +81,73 @@ def status(
 ) -> dict[str, Any]:
     """Return the document that `agentrl status --json` prints. `late` is the seconds since the last step if they are
     far more than a step takes, else None. `rows`: metrics of the steps, from a caller who has read them."""
-    process, config = holder(run), run.config()
-    with RunStore.read(run.store_path) as store:
-        rows = store.metrics.values("step") if rows is None else rows
-        counts, phase, early = store.groups.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
-        sets, drops = (
-            {held_out.name: list(report.measured(store, held_out.name)) for held_out in config.eval.sets},
-            store.metrics.drops(),
-        )
-        size = scaling.describe(config, store.meta, live=process.kind != "nobody")
-        paused, restarted = PAUSED.of(store.meta), RESTARTED.of(store.meta)
-        split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
-        failures, unscored = (
-            store.metrics.failures(),
-            [str(failure) for failure in score_failures(store) if failure.matters],
-        )
-        noticed = notice_counts.totals(store.metrics)
-        checkpoint, quarantined = (
-            store.lineage.latest_checkpoint(),
-            [task.reason for task in store.deaths.quarantined()],
-        )
-    recent = [row.values for row in rows[-_RECENT:]]
-    gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_RECENT - 1 :])]
-    ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
-    done = rows[-1].step if rows else 0
-    training = process.kind != "nobody" and phase in STEPS_COME and not paused
+    run_holder, run_config = holder(run), run.config()
+    with RunStore.read(run.store_path) as run_store:
+        rows = run_store.metrics.values("step") if rows is None else rows
+        group_counts, run_phase = run_store.groups.counts(), PHASE.of(run_store.meta) or ""
+        early_reason, drop_counts = STOPPED_EARLY.of(run_store.meta), run_store.metrics.drops()
+        curve_by_set = {
+            held_out.name: list(report.measured(run_store, held_out.name)) for held_out in run_config.eval.sets
+        }
+        size_state = scaling.describe(run_config, run_store.meta, live=run_holder.kind != "nobody")
+        pause_state, restarted = PAUSED.of(run_store.meta), RESTARTED.of(run_store.meta)
+        split_line, learner_waits = autoscaler.line(run_store), LEARNER_WAITS.of(run_store.meta) or ""
+        failure_counts, notice_totals = run_store.metrics.failures(), notice_counts.totals(run_store.metrics)
+        score_texts = [str(failure) for failure in score_failures(run_store) if failure.matters]
+        checkpoint = run_store.lineage.latest_checkpoint()
+        quarantined = [lost_task.reason for lost_task in run_store.deaths.quarantined()]
+    recent_values = [step_row.values for step_row in rows[-_RECENT:]]
+    step_gaps_s = [later_row.time_s - earlier_row.time_s for earlier_row, later_row in pairwise(rows[-_RECENT - 1 :])]
+    last_step_ago_s = max(0.0, now() - rows[-1].time_s) if rows else None
+    step_pace_s = median(step_gaps_s) if step_gaps_s else None
+    last_step = rows[-1].step if rows else 0
+    is_training = run_holder.kind != "nobody" and run_phase in STEPS_COME and not pause_state
     return {
         "run": str(run.path),
-        "state": "over" if process.kind == "nobody" and run.summary.exists() else _STATES[process.kind],
-        "pid": process.pid,
-        "phase": phase,
-        "stopped_early": early,
-        "paused_s": max(0.0, now() - paused["since_s"]) if paused else None,
-        "step": done,
-        "steps": config.train.steps,
-        "last_step_ago_s": ago,
-        "step_s": pace,
+        "state": "over" if run_holder.kind == "nobody" and run.summary.exists() else _STATES[run_holder.kind],
+        "pid": run_holder.pid,
+        "phase": run_phase,
+        "stopped_early": early_reason,
+        "paused_s": max(0.0, now() - pause_state["since_s"]) if pause_state else None,
+        "step": last_step,
+        "steps": run_config.train.steps,
+        "last_step_ago_s": last_step_ago_s,
+        "step_s": step_pace_s,
         # Both bounds: ten times a step of a second is no reason to look, and ten minutes are nothing for a run whose
         # steps take an hour.
-        "late_s": ago if training and ago and pace is not None and ago > max(_LATE_S, _SLOW * pace) else None,
-        "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
-        "held_out": {step: result.success for results in list(sets.values())[:1] for step, result in results},
-        "pass_at": {name: {"step": curve[-1][0], **curve[-1][1].pass_at} for name, curve in sets.items() if curve},
-        "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
-        "size": size,
-        "split": split,
-        "waits": waits if training else "",
-        "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
-        "dropped": drops,
-        "failed": {"episodes": failures.failed, "ended": failures.ended, "last": failures.detail}
-        if failures.failed
+        "late_s": last_step_ago_s
+        if is_training
+        and last_step_ago_s
+        and step_pace_s is not None
+        and last_step_ago_s > max(_LATE_S, _SLOW * step_pace_s)
         else None,
-        "unscored": unscored,
-        "notices": noticed,
+        "success": fmean(_numbers(recent_values, "success_mean")) if _numbers(recent_values, "success_mean") else None,
+        "held_out": {
+            eval_step: eval_result.success
+            for first_curve in list(curve_by_set.values())[:1]
+            for eval_step, eval_result in first_curve
+        },
+        "pass_at": {
+            set_name: {"step": success_curve[-1][0], **success_curve[-1][1].pass_at}
+            for set_name, success_curve in curve_by_set.items()
+            if success_curve
+        },
+        "lag_mean": fmean(_numbers(recent_values, "lag_mean")) if _numbers(recent_values, "lag_mean") else None,
+        "size": size_state,
+        "split": split_line,
+        "waits": learner_waits if is_training else "",
+        "groups": {
+            group_state.value: group_counts[group_state] for group_state in GroupState if group_counts.get(group_state)
+        },
+        "dropped": drop_counts,
+        "failed": {"episodes": failure_counts.failed, "ended": failure_counts.ended, "last": failure_counts.detail}
+        if failure_counts.failed
+        else None,
+        "unscored": score_texts,
+        "notices": notice_totals,
         "restarted": restarted,
         "quarantined": quarantined,
-        "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
+        "alarms": list(cast("list[str]", recent_values[-1].get("alarms") or [])) if recent_values else [],
         "checkpoint": None if checkpoint is None else checkpoint.step,
     }
 
@@ -145,8 +156,8 @@ def eta_s(rows: Sequence[Metric], steps: int) -> float | None:
     """Seconds until optimizer step `steps`, by the median time of the last ones; None before there are two."""
     # The median: one step with a checkpoint, a pause or a restart would move the mean, and the estimate with it, for
     # twenty steps.
-    gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_PACE:])]
-    return median(gaps) * max(0, steps - rows[-1].step) if gaps else None
+    step_gaps_s = [later_row.time_s - earlier_row.time_s for earlier_row, later_row in pairwise(rows[-_PACE:])]
+    return median(step_gaps_s) * max(0, steps - rows[-1].step) if step_gaps_s else None
 
 
 def duration(seconds: float) -> str:
@@ -161,98 +172,111 @@ def duration(seconds: float) -> str:
 
 def lines(facts: dict[str, Any]) -> Iterator[str]:
     """A status for a person; the last line says what to type next."""
-    path, state = facts["run"], facts["state"]
-    process = f" (process {facts['pid']})" if facts["pid"] else ""
-    phase = f", phase {facts['phase']}" if facts["phase"] and facts["pid"] else ""
-    yield f"{path}: {state}{process}{phase}"
+    run_path, run_state = facts["run"], facts["state"]
+    process_text = f" (process {facts['pid']})" if facts["pid"] else ""
+    phase_text = f", phase {facts['phase']}" if facts["phase"] and facts["pid"] else ""
+    yield f"{run_path}: {run_state}{process_text}{phase_text}"
     if facts["last_step_ago_s"] is None:
         yield f"step      0 of {facts['steps']}"
     else:
-        pace = "" if facts["step_s"] is None else f"; a step takes {facts['step_s']:.2g} s"
-        yield f"step      {facts['step']} of {facts['steps']}, the last {duration(facts['last_step_ago_s'])} ago{pace}"
+        pace_text = "" if facts["step_s"] is None else f"; a step takes {facts['step_s']:.2g} s"
+        last_step_age = duration(facts["last_step_ago_s"])
+        yield f"step      {facts['step']} of {facts['steps']}, the last {last_step_age} ago{pace_text}"
     if facts["paused_s"] is not None:
-        yield f"paused    for {duration(facts['paused_s'])}: agentrl resume {path} lets it go on"
+        yield f"paused    for {duration(facts['paused_s'])}: agentrl resume {run_path} lets it go on"
     if facts["stopped_early"]:
         yield f"stopped   early: {facts['stopped_early']}"
     if facts["success"] is not None:
-        measured = [f"{step}: {value:.2f}" for step, value in facts["held_out"].items()]
-        if len(measured) > 4:
-            measured[1:-2] = ["…"]
-        held_out = f"; held-out at {', '.join(measured)}" if measured else ""
+        success_texts = [f"{eval_step}: {success:.2f}" for eval_step, success in facts["held_out"].items()]
+        if len(success_texts) > 4:
+            success_texts[1:-2] = ["…"]
+        held_out = f"; held-out at {', '.join(success_texts)}" if success_texts else ""
         yield f"success   {facts['success']:.2f} in the last steps{held_out}; lag {facts['lag_mean'] or 0:.1f} steps"
-    for name, newest in facts["pass_at"].items():
-        passes = ", ".join(evaluation.format_pass(k, rate) for k, rate in newest.items() if k != "step")
-        yield f"held-out  {name} at {newest['step']}: {passes}"
-    dropped = (GroupState.EXPIRED, GroupState.FAILED)  # shown by their reasons
-    groups = [f"{count} {name}" for name, count in facts["groups"].items() if name not in dropped]
-    groups += [f"{count} dropped ({why})" for why, count in facts["dropped"].items()]
-    yield f"groups    {', '.join(groups) or 'none'}"
+    for entry_name, newest_rates in facts["pass_at"].items():
+        pass_texts = ", ".join(
+            evaluation.format_pass(sample_count, pass_rate)
+            for sample_count, pass_rate in newest_rates.items()
+            if sample_count != "step"
+        )
+        yield f"held-out  {entry_name} at {newest_rates['step']}: {pass_texts}"
+    dropped_states = (GroupState.EXPIRED, GroupState.FAILED)  # shown by their reasons
+    group_texts = [
+        f"{group_count} {entry_name}"
+        for entry_name, group_count in facts["groups"].items()
+        if entry_name not in dropped_states
+    ]
+    group_texts += [f"{group_count} dropped ({reason_text})" for reason_text, group_count in facts["dropped"].items()]
+    yield f"groups    {', '.join(group_texts) or 'none'}"
     if "present" in facts["size"]:
         yield f"size      {scaling.line(facts['size'])}"
     if facts["split"]:
         yield f"split     {facts['split']}"
     if facts["waits"]:
         yield f"waits     {facts['waits']}"
-    for name, why in facts["size"].get("trouble", {}).items():
-        yield f"trouble   {name}: {why}"
-    if failed := facts["failed"]:
-        counts = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
-        yield f"failed    {counts}; agentrl tasks {path} --failed"
-    for line in facts["unscored"]:
-        yield f"unscored  {line}; agentrl rewards {path}"
-    for line in notice_counts.lines(facts["notices"])[:_MOST_NOTICES]:
-        yield f"not used  {printable(line)}"
-    for death in facts["restarted"][-1:]:
-        yield f"restarted {len(facts['restarted'])} times a process that died, the last: {death['why']}"
-    for reason in facts["quarantined"][-3:]:
-        yield f"a task    not played again: {reason}"
-    for alarm in facts["alarms"]:
-        yield f"alarm     {alarm}"
+    for entry_name, reason_text in facts["size"].get("trouble", {}).items():
+        yield f"trouble   {entry_name}: {reason_text}"
+    if failure_facts := facts["failed"]:
+        failure_text = (
+            f"{failure_facts['episodes']} of {failure_facts['ended']} episodes, the last: {failure_facts['last']}"
+        )
+        yield f"failed    {failure_text}; agentrl tasks {run_path} --failed"
+    for warning_line in facts["unscored"]:
+        yield f"unscored  {warning_line}; agentrl rewards {run_path}"
+    for warning_line in notice_counts.lines(facts["notices"])[:_MOST_NOTICES]:
+        yield f"not used  {printable(warning_line)}"
+    for last_death in facts["restarted"][-1:]:
+        yield f"restarted {len(facts['restarted'])} times a process that died, the last: {last_death['why']}"
+    for task_reason in facts["quarantined"][-3:]:
+        yield f"a task    not played again: {task_reason}"
+    for alarm_text in facts["alarms"]:
+        yield f"alarm     {alarm_text}"
     yield f"next      {_next(facts)}"
 
 
 def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
     """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
-    size = scaling.ask(run, engines=engines, workers=workers)
+    new_size = scaling.ask(run, engines=engines, workers=workers)
     if holder(run).kind == "nobody":
-        return f"{run.path} is not under way; it will have {size}: {resume_command(run)}"
-    return f"{run.path} shall have {size}; see them come with agentrl status {run.path}"
+        return f"{run.path} is not under way; it will have {new_size}: {resume_command(run)}"
+    return f"{run.path} shall have {new_size}; see them come with agentrl status {run.path}"
 
 
 def stop(run: RunDir, deadline_s: float) -> str:
     """End the run in order, as Ctrl-C does: by a signal, or through its store if it runs on another machine. Returns
     what to tell. Raises UsageError if it has not ended after `deadline_s`."""
-    process = holder(run)
-    if process.kind == "nobody":
+    run_holder = holder(run)
+    if run_holder.kind == "nobody":
         return f"{run.path} is not under way; go on with {resume_command(run)}"
-    if process.pid is None or _takes_no_signals(run):
-        with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
-            STOP_REQUESTED.set(store, run.lock_path.read_text())
-        hint = (
-            "type this on the machine on which it was started" if process.pid is None else f"end process {process.pid}"
+    if run_holder.pid is None or _takes_no_signals(run):
+        with RunStore.open(run.store_path) as run_store:  # its supervisor, on whatever machine, looks there
+            STOP_REQUESTED.set(run_store, run.lock_path.read_text())
+        end_hint = (
+            "type this on the machine on which it was started"
+            if run_holder.pid is None
+            else f"end process {run_holder.pid}"
         )
-        return _ended(run, deadline_s, f"if it hangs, {hint}")
+        return _ended(run, deadline_s, f"if it hangs, {end_hint}")
     try:
         # The end first, then the go: the other way round the run would go on for a moment with whatever it was stopped
         # for.
-        os.kill(process.pid, signal.SIGTERM)
-        os.kill(process.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
+        os.kill(run_holder.pid, signal.SIGTERM)
+        os.kill(run_holder.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
     except PermissionError:
-        raise UsageError(f"process {process.pid} of {run.path} is another user's: ask them to stop it") from None
+        raise UsageError(f"process {run_holder.pid} of {run.path} is another user's: ask them to stop it") from None
     except ProcessLookupError:
         pass
-    return _ended(run, deadline_s, f"wait, or end it with kill -9 {process.pid}")
+    return _ended(run, deadline_s, f"wait, or end it with kill -9 {run_holder.pid}")
 
 
 def _stopped_early(run: RunDir) -> bool:
-    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
-        return STOPPED_EARLY.of(store.meta) is not None
+    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as run_store:
+        return STOPPED_EARLY.of(run_store.meta) is not None
     return False
 
 
 def _takes_no_signals(run: RunDir) -> bool:
-    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
-        return TAKES_NO_SIGNALS.of(store.meta) == run.lock_path.read_text()
+    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as run_store:
+        return TAKES_NO_SIGNALS.of(run_store.meta) == run.lock_path.read_text()
     return False
 
 
@@ -260,17 +284,17 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
     deadline = time.monotonic() + deadline_s
     while holder(run).kind != "nobody":
         if time.monotonic() > deadline:
-            late = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
-            raise UsageError(f"{late}; {hint}; it can be resumed in any case")
+            late_text = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
+            raise UsageError(f"{late_text}; {hint}; it can be resumed in any case")
         time.sleep(_POLL_S)
     return f"{run.path} is stopped; go on with {resume_command(run)}"
 
 
 def resume_command(run: RunDir) -> str:
     """Return the command that resumes a run which nobody holds; a run that has done all its steps gets more of them."""
-    done = run.summary.exists() and not _stopped_early(run)
-    more = f" --set train.steps={2 * run.config().train.steps}" if done else ""
-    return f"agentrl train --resume {run.path}{more}"
+    is_done = run.summary.exists() and not _stopped_early(run)
+    more_steps = f" --set train.steps={2 * run.config().train.steps}" if is_done else ""
+    return f"agentrl train --resume {run.path}{more_steps}"
 
 
 _STATES = {
@@ -282,21 +306,21 @@ _STATES = {
 
 
 def _next(facts: dict[str, Any]) -> str:
-    path, state = facts["run"], facts["state"]
-    if state == _STATES["frozen"]:
+    run_path, run_state = facts["run"], facts["state"]
+    if run_state == _STATES["frozen"]:
         return f"kill -CONT {facts['pid']}"
     if facts["late_s"] is not None:
-        return f"no step for {facts['late_s']:.0f} s: agentrl logs {path} learner; agentrl logs {path} worker-0"
-    if state == "over" and facts["stopped_early"]:
-        return f"agentrl train --resume {path} trains it on to step {facts['steps']}"
-    if state == "over":
-        return f"agentrl train --resume {path} --set train.steps={2 * facts['steps']} trains it for longer"
-    if state == _STATES["nobody"]:
-        return f"agentrl train --resume {path}"
+        return f"no step for {facts['late_s']:.0f} s: agentrl logs {run_path} learner; agentrl logs {run_path} worker-0"
+    if run_state == "over" and facts["stopped_early"]:
+        return f"agentrl train --resume {run_path} trains it on to step {facts['steps']}"
+    if run_state == "over":
+        return f"agentrl train --resume {run_path} --set train.steps={2 * facts['steps']} trains it for longer"
+    if run_state == _STATES["nobody"]:
+        return f"agentrl train --resume {run_path}"
     if facts["paused_s"] is not None:
-        return f"agentrl resume {path}; agentrl stop {path}"
-    return f"agentrl logs {path} --follow; agentrl stop {path}"
+        return f"agentrl resume {run_path}; agentrl stop {run_path}"
+    return f"agentrl logs {run_path} --follow; agentrl stop {run_path}"
 
 
 def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if row.get(key) is not None]
+    return [float(step_row[key]) for step_row in rows if step_row.get(key) is not None]

@@ -26,13 +26,13 @@ def trained_tokens(row: Row) -> int:
 
 def idle_share(rows: Iterable[Row]) -> float:
     """The share of the learner's time in which it waited, in [0, 1]; 0 without steps."""
-    pairs = [(float(row.get("idle_s") or 0.0), wall_s(row)) for row in rows]
-    whole_s = sum(seconds for _, seconds in pairs)
-    return sum(idle_s for idle_s, _ in pairs) / whole_s if whole_s else 0.0
+    time_pairs = [(float(step_row.get("idle_s") or 0.0), wall_s(step_row)) for step_row in rows]
+    total_s = sum(step_wall_s for _, step_wall_s in time_pairs)
+    return sum(idle_s for idle_s, _ in time_pairs) / total_s if total_s else 0.0
 
 
 def trained_per_s(rows: Iterable[Row]) -> float:
     """Trained tokens per second of the learner's time; 0 without steps."""
-    pairs = [(trained_tokens(row), wall_s(row)) for row in rows]
-    whole_s = sum(seconds for _, seconds in pairs)
-    return sum(tokens for tokens, _ in pairs) / whole_s if whole_s else 0.0
+    token_pairs = [(trained_tokens(step_row), wall_s(step_row)) for step_row in rows]
+    total_s = sum(step_wall_s for _, step_wall_s in token_pairs)
+    return sum(token_count for token_count, _ in token_pairs) / total_s if total_s else 0.0
