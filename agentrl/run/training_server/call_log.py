@@ -77,26 +77,28 @@ class CallLog(Closing):
     ) -> tuple[str, bool]:
         """Take a call, also for the new `model` of this id that it makes; returns its id, and whether it is new. Raises
         CallChanged if another one has its number, CallTooLate if a later one of its model has its answer."""
-        id, digest = f"{owner}:{place}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+        call_id, digest = f"{owner}:{place}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         with self.file.writing():
-            row = self.file.find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
-            if row is not None:
+            earlier_row = self.file.find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
+            if earlier_row is not None:
                 # The same number with another content is two calls of a client that lost count. To answer the second
                 # with the first one's result would train on data that nobody sent.
-                if row[1] != digest:
+                if earlier_row[1] != digest:
                     raise CallChanged(f"call {place} of {owner} came before with another content: number calls once")
-                return str(row[0]), False
-            passed = self.file.find("SELECT answered FROM models WHERE id = ?", owner)
+                return str(earlier_row[0]), False
+            answered_row = self.file.find("SELECT answered FROM models WHERE id = ?", owner)
             # A model's calls change its weights in the order of their numbers. One that comes after a later one was
             # computed cannot be put in between any more.
-            if passed is not None and place <= passed[0]:
-                hint = "it cannot be computed any more: make a new training client"
-                raise CallTooLate(f"call {place} of {owner} came after call {passed[0]} had its answer: {hint}")
+            if answered_row is not None and place <= answered_row[0]:
+                correction = "it cannot be computed any more: make a new training client"
+                raise CallTooLate(
+                    f"call {place} of {owner} came after call {answered_row[0]} had its answer: {correction}"
+                )
             if model is not None:
                 self.file.do("INSERT INTO models (id, session) VALUES (?, ?)", model, session)
             self.file.do(
                 "INSERT INTO calls (id, session, owner, place, kind, body, digest) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                id,
+                call_id,
                 session,
                 owner,
                 place,
@@ -104,38 +106,41 @@ class CallLog(Closing):
                 body,
                 digest,
             )
-        return id, True
+        return call_id, True
 
     def answer_of(self, id: str) -> CallAnswer | Literal["pending", "unknown"]:
         """The answer of a call."""
-        row = self.file.find("SELECT form, answer FROM calls WHERE id = ?", id)
-        return "unknown" if row is None else "pending" if row[0] is None else CallAnswer(*row)
+        answer_row = self.file.find("SELECT form, answer FROM calls WHERE id = ?", id)
+        return "unknown" if answer_row is None else "pending" if answer_row[0] is None else CallAnswer(*answer_row)
 
     def call(self, id: str) -> Call:
         """A call that was accepted."""
-        row = self.file.find(f"{_CALL} WHERE id = ?", id)
-        assert row is not None
-        return Call(*row)
+        call_row = self.file.find(f"{_CALL} WHERE id = ?", id)
+        assert call_row is not None
+        return Call(*call_row)
 
     def next_of(self, model: str) -> Call | None:
         """The call of a model that comes next; None if it has not come."""
-        row = self.file.find(
+        call_row = self.file.find(
             f"{_CALL} WHERE owner = ? AND place = (SELECT answered + 1 FROM models WHERE id = owner)", model
         )
-        return None if row is None else Call(*row)
+        return None if call_row is None else Call(*call_row)
 
     def first_waiting(self, model: str) -> tuple[int, int] | None:
         """Return the number of the next call of a model, which has not come, and of the first call that waits for it.
         None if no call waits."""
-        row = self.file.find(_GAP, model)
-        return None if row is None else (int(row[0]), int(row[1]))
+        gap_row = self.file.find(_GAP, model)
+        return None if gap_row is None else (int(gap_row[0]), int(gap_row[1]))
 
     def give_up(self, model: str, answer: CallAnswer) -> list[str]:
         """Answer all calls that wait for the next one of a model, if that has not come; returns their ids."""
         with self.file.writing():
             if self.file.find(_GAP, model) is None:
                 return []
-            ids = [str(row[0]) for row in self.file.all("SELECT id FROM calls WHERE form IS NULL AND owner = ?", model)]
+            call_ids = [
+                str(call_row[0])
+                for call_row in self.file.all("SELECT id FROM calls WHERE form IS NULL AND owner = ?", model)
+            ]
             self.file.do(
                 "UPDATE models SET answered = (SELECT max(place) FROM calls WHERE owner = models.id) WHERE id = ?",
                 model,
@@ -146,17 +151,20 @@ class CallLog(Closing):
                 answer.data,
                 model,
             )
-        return ids
+        return call_ids
 
     def unanswered(self, kind: str) -> list[Call]:
         """The calls of a kind without an answer, in the order in which they came."""
-        return [Call(*row) for row in self.file.all(f"{_CALL} WHERE form IS NULL AND kind = ? ORDER BY number", kind)]
+        return [
+            Call(*call_row)
+            for call_row in self.file.all(f"{_CALL} WHERE form IS NULL AND kind = ? ORDER BY number", kind)
+        ]
 
     def waiting_models(self) -> list[str]:
         """The models with unanswered calls."""
         return [
-            str(row[0])
-            for row in self.file.all(
+            str(owner_row[0])
+            for owner_row in self.file.all(
                 "SELECT DISTINCT owner FROM calls WHERE form IS NULL AND owner IN (SELECT id FROM models)"
             )
         ]
@@ -164,8 +172,8 @@ class CallLog(Closing):
     def since_state(self, model: ModelRecord, kind: str) -> list[Call]:
         """The calls of a kind that were answered, and did not fail, after a model's file was written."""
         return [
-            Call(*row)
-            for row in self.file.all(
+            Call(*call_row)
+            for call_row in self.file.all(
                 f"{_CALL} WHERE owner = ? AND kind = ? AND place > ? AND form IS NOT NULL AND form != 'failed' "
                 "ORDER BY place",
                 model.id,

@@ -63,14 +63,14 @@ class ClientRecords:
             # A client that repeats a request whose answer was lost gets the session of its first one. Two sessions for
             # one client would leave one that nobody ends.
             self._file.do("INSERT OR IGNORE INTO sessions (id, asked) VALUES (?, ?)", uuid.uuid4().hex, request_key)
-            row = self._file.find("SELECT id FROM sessions WHERE asked = ?", request_key)
-        assert row is not None
-        return str(row[0])
+            session_row = self._file.find("SELECT id FROM sessions WHERE asked = ?", request_key)
+        assert session_row is not None
+        return str(session_row[0])
 
     def session_is(self, id: str) -> Literal["open", "ended", "unknown"]:
         """Whether a session goes on."""
-        row = self._file.find("SELECT ended FROM sessions WHERE id = ?", id)
-        return "unknown" if row is None else "ended" if row[0] else "open"
+        session_row = self._file.find("SELECT ended FROM sessions WHERE id = ?", id)
+        return "unknown" if session_row is None else "ended" if session_row[0] else "open"
 
     def end_session(self, id: str) -> None:
         """Note that no call of a session comes any more."""
@@ -79,27 +79,32 @@ class ClientRecords:
 
     def idle_sessions(self) -> list[str]:
         """The sessions that go on and wait for no answer."""
-        waits = "SELECT session FROM calls WHERE form IS NULL"
-        return [str(id) for (id,) in self._file.all(f"SELECT id FROM sessions WHERE NOT ended AND id NOT IN ({waits})")]
+        waiting_query = "SELECT session FROM calls WHERE form IS NULL"
+        return [
+            str(session_id)
+            for (session_id,) in self._file.all(
+                f"SELECT id FROM sessions WHERE NOT ended AND id NOT IN ({waiting_query})"
+            )
+        ]
 
     def model(self, id: str) -> ModelRecord | None:
         """A model; None if there is none of this id."""
-        row = self._file.find(f"{_MODEL} WHERE id = ?", id)
-        return None if row is None else _model(row)
+        model_row = self._file.find(f"{_MODEL} WHERE id = ?", id)
+        return None if model_row is None else _model(model_row)
 
     def models_of(self, session: str) -> list[ModelRecord]:
         """The models of a session."""
-        return [_model(row) for row in self._file.all(f"{_MODEL} WHERE session = ?", session)]
+        return [_model(model_row) for model_row in self._file.all(f"{_MODEL} WHERE session = ?", session)]
 
     def weights(self, path: str) -> WeightsRecord | None:
         """The weights at a path; None if there are none."""
-        row = self._file.find(
+        weights_row = self._file.find(
             "SELECT number, path, model, kind, rank, attention, mlp, named FROM weights WHERE path = ?", path
         )
-        if row is None:
+        if weights_row is None:
             return None
-        number, path, model, kind, rank, attention, mlp, is_named = row
-        return WeightsRecord(number, path, model, kind, rank, bool(attention), bool(mlp), bool(is_named))
+        number, path, model_id, weights_kind, rank, attention, mlp, is_named = weights_row
+        return WeightsRecord(number, path, model_id, weights_kind, rank, bool(attention), bool(mlp), bool(is_named))
 
     def put_weights(self, weights: WeightsRecord) -> None:
         """Replace the weights at a path, in a transaction of the caller's."""
@@ -108,16 +113,18 @@ class ClientRecords:
 
     def drop_unnamed(self, session: str) -> list[int]:
         """Forget the weights without a name of a session; returns their numbers."""
-        of = "SELECT number FROM weights WHERE NOT named AND model IN (SELECT id FROM models WHERE session = ?)"
+        unnamed_query = (
+            "SELECT number FROM weights WHERE NOT named AND model IN (SELECT id FROM models WHERE session = ?)"
+        )
         with self._file.writing():
-            numbers = [int(number) for (number,) in self._file.all(of, session)]
-            self._file.do(f"DELETE FROM weights WHERE number IN ({of})", session)
-        return numbers
+            weights_numbers = [int(weights_number) for (weights_number,) in self._file.all(unnamed_query, session)]
+            self._file.do(f"DELETE FROM weights WHERE number IN ({unnamed_query})", session)
+        return weights_numbers
 
     def sampler(self, id: str) -> SamplerRecord | None:
         """A sampling client; None if there is none of this id."""
-        row = self._file.find("SELECT id, session, path FROM samplers WHERE id = ?", id)
-        return None if row is None else SamplerRecord(*row)
+        sampler_row = self._file.find("SELECT id, session, path FROM samplers WHERE id = ?", id)
+        return None if sampler_row is None else SamplerRecord(*sampler_row)
 
     def add_sampler(self, sampler: SamplerRecord) -> None:
         """Add a sampling client; nothing if it is there."""
@@ -133,5 +140,5 @@ _MODEL = "SELECT number, id, session, rank, attention, mlp, answered, state FROM
 
 
 def _model(row: Sequence[Any]) -> ModelRecord:
-    number, id, session, rank, attention, mlp, answered, state = row
-    return ModelRecord(number, id, session, rank, bool(attention), bool(mlp), answered, state)
+    number, model_id, session, rank, attention, mlp, answered, state = row
+    return ModelRecord(number, model_id, session, rank, bool(attention), bool(mlp), answered, state)

@@ -33,12 +33,12 @@ class SpaceWait:
         and DiskFull after the deadline."""
         if not is_full(error):
             raise error
-        now = trio.current_time()
+        current_s = trio.current_time()
         # The deadline begins with the first failure of this call and not anew at each: a disk that frees a kilobyte now
         # and then would otherwise be waited for without end.
         if self._until is None:
-            self._until = now + self._deadline_s
+            self._until = current_s + self._deadline_s
             print(f"agentrl: no space left for {self._folder}: free some; it is waited for", file=sys.stderr)
-        if now >= self._until:
+        if current_s >= self._until:
             raise DiskFull(f"no space left for {self._folder} for {self._deadline_s:g} s") from error
         await trio.sleep(_LOOK_S)

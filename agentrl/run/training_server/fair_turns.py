@@ -43,26 +43,26 @@ class FairQueue(Generic[T]):
 
     def remove(self, session: str, item: T) -> None:
         """Forget a request that waits."""
-        waiting = self._lines[session].waiting
-        waiting.remove(next(entry for entry in waiting if entry[0] is item))
+        waiting_entries = self._lines[session].waiting
+        waiting_entries.remove(next(queue_entry for queue_entry in waiting_entries if queue_entry[0] is item))
         self._close(session)
 
     def pop(self) -> T | None:
         """The request that goes out now; None if none waits."""
         while self._ring:
-            session = self._ring[0]
-            line = self._lines[session]
+            first_session = self._ring[0]
+            session_line = self._lines[first_session]
             if not self._is_visited:
                 self._is_visited = True
-                line.credit += self._quantum
-            item, tokens = line.waiting[0]
+                session_line.credit += self._quantum
+            next_item, token_count = session_line.waiting[0]
             # A request larger than the credit waits for further visits. To send it at once would let a session of few
             # large requests take more tokens than one of many small ones.
-            if tokens <= line.credit:
-                line.waiting.popleft()
-                line.credit -= tokens
-                self._close(session)
-                return item
+            if token_count <= session_line.credit:
+                session_line.waiting.popleft()
+                session_line.credit -= token_count
+                self._close(first_session)
+                return next_item
             self._ring.rotate(-1)
             self._is_visited = False
         return None
@@ -87,18 +87,18 @@ class FairTurns:
     @asynccontextmanager
     async def turn(self, session: str, tokens: float) -> AsyncGenerator[None]:
         """Wait for a place, for work of about so many tokens, and hold it."""
-        mine = trio.Event()
-        self._queue.push(session, mine, tokens)
+        turn_event = trio.Event()
+        self._queue.push(session, turn_event, tokens)
         self._give()
         try:
-            await mine.wait()
+            await turn_event.wait()
         except trio.Cancelled:
             # Cancelled after the place was given and before it was used: the place has to go to the next one, or it is
             # lost for the life of the server.
-            if mine.is_set():
+            if turn_event.is_set():
                 self._end()
             else:
-                self._queue.remove(session, mine)
+                self._queue.remove(session, turn_event)
             raise
         try:
             yield
@@ -110,6 +110,6 @@ class FairTurns:
         self._give()
 
     def _give(self) -> None:
-        while self._free and (waiting := self._queue.pop()) is not None:
+        while self._free and (turn_event := self._queue.pop()) is not None:
             self._free -= 1
-            waiting.set()
+            turn_event.set()

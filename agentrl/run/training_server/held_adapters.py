@@ -40,35 +40,37 @@ class HeldAdapters:
         if adapter is None:
             yield None
             return
-        name, folder = adapter
+        adapter_name, adapter_folder = adapter
         # One change at a time, waiting included: two callers that each wait for room would otherwise evict the adapter
         # that the other has just loaded.
         async with self._changing:
-            if name not in self._users:
+            if adapter_name not in self._users:
                 await self._make_room()
-                await self._load(name, folder)
-            self._users[name] = self._users.pop(name, 0) + 1
+                await self._load(adapter_name, adapter_folder)
+            self._users[adapter_name] = self._users.pop(adapter_name, 0) + 1
         try:
-            yield name
+            yield adapter_name
         finally:
-            self._users[name] -= 1
+            self._users[adapter_name] -= 1
             self._left.set()
 
     async def _make_room(self) -> None:
         while len(self._users) >= self._most:
             self._left = trio.Event()
-            unused = next((name for name, users in self._users.items() if not users), None)
-            if unused is None:
+            unused_name = next(
+                (adapter_name for adapter_name, user_count in self._users.items() if not user_count), None
+            )
+            if unused_name is None:
                 await self._left.wait()
                 continue
-            del self._users[unused]
-            await self.client.dialect.unload_adapter(self.client, unused, deadline_s=_ADMIN_S)
-            await trio.to_thread.run_sync(shutil.rmtree, self._folder / unused, True)
+            del self._users[unused_name]
+            await self.client.dialect.unload_adapter(self.client, unused_name, deadline_s=_ADMIN_S)
+            await trio.to_thread.run_sync(shutil.rmtree, self._folder / unused_name, True)
 
     async def _load(self, name: str, folder: Path) -> None:
-        place = self._folder / name
-        digest = await trio.to_thread.run_sync(_linked, folder, place)
-        await self.client.dialect.load_adapter(self.client, name, str(place), digest, deadline_s=_ADMIN_S)
+        link_folder = self._folder / name
+        files_digest = await trio.to_thread.run_sync(_linked, folder, link_folder)
+        await self.client.dialect.load_adapter(self.client, name, str(link_folder), files_digest, deadline_s=_ADMIN_S)
         self._users[name] = 0
 
 

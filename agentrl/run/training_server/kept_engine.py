@@ -41,29 +41,29 @@ class KeptEngine:
         """Keep an engine for ever. Raises as `start` if the first one does not start."""
         # The first start decides whether the server starts at all, so its error is raised. Later ones are retried for
         # ever with growing pauses: clients wait for answers, and their calls are in the log.
-        wait_s, started = _AGAIN_S[0], False
+        restart_wait_s, has_started = _AGAIN_S[0], False
         while True:
             try:
                 async with (
-                    self._start() as (url, process),
-                    aclosing(EngineClient(url, vocabulary=self._vocabulary)) as client,
+                    self._start() as (engine_url, engine_process),
+                    aclosing(EngineClient(engine_url, vocabulary=self._vocabulary)) as engine_client,
                 ):
-                    self._now(client, process)
-                    if not started:
+                    self._now(engine_client, engine_process)
+                    if not has_started:
                         task_status.started()
-                        started = True
-                    wait_s = _AGAIN_S[0]
-                    status = await process.wait()
-                    self._now(None, process)
-                    _log.warning("the engine ended by itself with exit status %s: another one starts", status)
+                        has_started = True
+                    restart_wait_s = _AGAIN_S[0]
+                    exit_status = await engine_process.wait()
+                    self._now(None, engine_process)
+                    _log.warning("the engine ended by itself with exit status %s: another one starts", exit_status)
             except AgentRLError as error:
-                if not started:
+                if not has_started:
                     raise
-                _log.warning("no engine starts (%s): again in %g s", error, wait_s)
+                _log.warning("no engine starts (%s): again in %g s", error, restart_wait_s)
             finally:
                 self._client = None
-            await trio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _AGAIN_S[1])
+            await trio.sleep(restart_wait_s)
+            restart_wait_s = min(2 * restart_wait_s, _AGAIN_S[1])
 
     async def client(self) -> EngineClient:
         """The client of the engine that runs. Raises EngineUnavailable if there is none in time."""
@@ -92,5 +92,5 @@ class KeptEngine:
 
     def _now(self, client: EngineClient | None, process: trio.Process) -> None:
         self._client, self.process = client, process
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
+        changed_event, self._changed = self._changed, trio.Event()
+        changed_event.set()

@@ -40,11 +40,13 @@ class LogFile(Closing):
             # FULL, unlike a run's journal: a client is told that its call was accepted and will not send it again, so
             # an accepted call must outlive a loss of power.
             self._database.execute("PRAGMA synchronous = FULL")
-            (version,) = self._database.execute("PRAGMA user_version").fetchone()
-            if version not in (0, _VERSION):
-                hint = "give another folder with --state"
-                raise StoreError(f"{str(path)!r} was written by another version of agentrl ({version}): {hint}")
-            if not version:
+            (log_version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if log_version not in (0, _VERSION):
+                correction = "give another folder with --state"
+                raise StoreError(
+                    f"{str(path)!r} was written by another version of agentrl ({log_version}): {correction}"
+                )
+            if not log_version:
                 self._database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
         except sqlite3.Error as error:
             raise StoreError(f"cannot use {str(path)!r}: {error}") from error
@@ -69,8 +71,8 @@ class LogFile(Closing):
             except sqlite3.Error as error:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
-                kind = DiskFull if is_full(error) else StoreError
-                raise kind(f"the log of calls cannot be written: {error}") from error
+                error_class = DiskFull if is_full(error) else StoreError
+                raise error_class(f"the log of calls cannot be written: {error}") from error
 
     def do(self, statement: str, *values: Any) -> None:
         """Run a statement of a transaction."""

@@ -81,8 +81,8 @@ class SamplingCalls:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer calls for ever, those first that a life before had accepted."""
         async with trio.open_nursery() as self._nursery:
-            for call in self._log.unanswered(SAMPLE):
-                self.came(call)
+            for open_call in self._log.unanswered(SAMPLE):
+                self.came(open_call)
             task_status.started()
             await trio.sleep_forever()
 
@@ -92,16 +92,16 @@ class SamplingCalls:
         self._nursery.start_soon(self._sample, call)
 
     async def _sample(self, call: Call) -> None:
-        space, answer = SpaceWait(self._folder), None
+        space_wait, call_answer = SpaceWait(self._folder), None
         while True:
             try:
                 # Sampled once and written as often as the disk needs: sampling again after a full disk would be another
                 # answer, at another price.
-                answer = await self._sampled(call) if answer is None else answer
-                await trio.to_thread.run_sync(self._log.answer, call, answer)
+                call_answer = await self._sampled(call) if call_answer is None else call_answer
+                await trio.to_thread.run_sync(self._log.answer, call, call_answer)
                 break
             except (OSError, DiskFull) as error:  # of the links to weights, or of the log
-                await space.after(error)
+                await space_wait.after(error)
         self._answered(call.id)
 
     async def _sampled(self, call: Call) -> CallAnswer:
@@ -120,42 +120,46 @@ class SamplingCalls:
         if self._log.clients.session_is(call.session) == "ended":
             raise UsageError(SESSION_ENDED)
         for _ in range(_ENGINES):
-            client = await self._engine.client()
-            if self._adapters is None or self._adapters.client is not client:
-                links = self._folder / "held"
-                shutil.rmtree(links, ignore_errors=True)  # those of an engine that has ended
-                self._adapters = HeldAdapters(client, links / secrets.token_hex(4), most=HELD)
+            engine_client = await self._engine.client()
+            if self._adapters is None or self._adapters.client is not engine_client:
+                links_folder = self._folder / "held"
+                shutil.rmtree(links_folder, ignore_errors=True)  # those of an engine that has ended
+                self._adapters = HeldAdapters(engine_client, links_folder / secrets.token_hex(4), most=HELD)
             try:
                 return await self._answer(call, self._adapters)
             # Only an engine that has ended is replaced. One that lives and refuses would refuse at the next engine,
             # too.
             except (EngineUnavailable, EngineTimeout):
-                if not await self._engine.has_ended(client):
+                if not await self._engine.has_ended(engine_client):
                     raise
         raise EngineUnavailable(f"{_ENGINES} engines ended while they computed it: the server's log says how")
 
     async def _answer(self, call: Call, adapters: HeldAdapters) -> CallAnswer:
-        request: SampleRequest = parse(SampleRequest, call.body)
-        for name in _UNSUPPORTED:
-            if value := getattr(request, name):
-                raise ConfigError(name, value, "this server does not have it: leave it out")
-        tokens = prompt_tokens(request.prompt)
-        room = self._max_context - len(tokens)
-        if not tokens or room < 1:
-            hint = f"give 1 to {self._max_context - 1}: the server was started with --max-context {self._max_context}"
-            raise ConfigError("prompt", f"{len(tokens)} tokens", hint)
-        if beyond := [token for token in tokens if not 0 <= token < self._vocab]:
-            raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {self._vocab - 1}")
-        sampling = self._sampling(request.sampling_params, room)
-        sampler = self._log.clients.sampler(call.owner)
-        assert sampler is not None
-        async with adapters.held(self._weights(sampler.path)) as name:
-            samples = await self._samples(call, request.num_samples, tokens, sampling, adapters.client, name)
-            scores = None
-            if request.prompt_logprobs:
-                async with self._turns.turn(call.session, len(tokens)):
-                    scores = await adapters.client.score(tokens, deadline_s=_DEADLINE_S, model=name)
-        return sample_answer(samples, scores)
+        sample_request: SampleRequest = parse(SampleRequest, call.body)
+        for field_name in _UNSUPPORTED:
+            if field_value := getattr(sample_request, field_name):
+                raise ConfigError(field_name, field_value, "this server does not have it: leave it out")
+        prompt = prompt_tokens(sample_request.prompt)
+        room_tokens = self._max_context - len(prompt)
+        if not prompt or room_tokens < 1:
+            correction = (
+                f"give 1 to {self._max_context - 1}: the server was started with --max-context {self._max_context}"
+            )
+            raise ConfigError("prompt", f"{len(prompt)} tokens", correction)
+        if unknown_tokens := [prompt_token for prompt_token in prompt if not 0 <= prompt_token < self._vocab]:
+            raise ConfigError("prompt", unknown_tokens[0], f"the model has the tokens 0 to {self._vocab - 1}")
+        sampling = self._sampling(sample_request.sampling_params, room_tokens)
+        sampler_record = self._log.clients.sampler(call.owner)
+        assert sampler_record is not None
+        async with adapters.held(self._weights(sampler_record.path)) as field_name:
+            generations = await self._samples(
+                call, sample_request.num_samples, prompt, sampling, adapters.client, field_name
+            )
+            prompt_scores = None
+            if sample_request.prompt_logprobs:
+                async with self._turns.turn(call.session, len(prompt)):
+                    prompt_scores = await adapters.client.score(prompt, deadline_s=_DEADLINE_S, model=field_name)
+        return sample_answer(generations, prompt_scores)
 
     async def _samples(
         self,
@@ -170,7 +174,7 @@ class SamplingCalls:
         failures = list[AgentRLError]()
 
         async def draw(place: int) -> None:
-            request = GenerateRequest(
+            engine_request = GenerateRequest(
                 request_id=f"{call.id}:{place}",
                 session=call.id,
                 token_ids=tokens,
@@ -183,40 +187,40 @@ class SamplingCalls:
             )
             try:
                 async with self._turns.turn(call.session, len(tokens) + sampling.max_tokens):
-                    generations[place] = await engine.generate(request)
+                    generations[place] = await engine.generate(engine_request)
             except AgentRLError as error:
                 failures.append(error)
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for index in range(number):
-                nursery.start_soon(draw, index)
+            for place_index in range(number):
+                nursery.start_soon(draw, place_index)
         if failures:
             raise failures[0]
-        return [generations[index] for index in range(number)]
+        return [generations[place_index] for place_index in range(number)]
 
     def _sampling(self, fields: SamplingFields, room: int) -> SamplingParams:
         if fields.seed is not None:
             raise ConfigError("sampling_params.seed", fields.seed, "the engine has no seeds: leave it out")
         check_temperatures(self._kind, sampling_params=fields.temperature)
-        stops: list[int] | list[str] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-        ids = tuple(stop for stop in stops if isinstance(stop, int))
-        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        stop_entries: list[int] | list[str] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+        stop_ids = tuple(stop_entry for stop_entry in stop_entries if isinstance(stop_entry, int))
+        stop_texts = tuple(stop_entry for stop_entry in stop_entries if isinstance(stop_entry, str))
         return SamplingParams(
             max_tokens=room if fields.max_tokens is None else min(fields.max_tokens, room),
             temperature=fields.temperature,
             top_k=fields.top_k,
             top_p=fields.top_p,
-            stop_token_ids=self._ends if fields.stop is None or texts else ids,
-            stop=texts,
+            stop_token_ids=self._ends if fields.stop is None or stop_texts else stop_ids,
+            stop=stop_texts,
         )
 
     def _weights(self, path: str | None) -> tuple[str, Path] | None:
         """Name and folder of the adapter at a path; None for the base model."""
         if path is None:
             return None
-        weights = self._log.clients.weights(path)
-        if weights is None:
+        weights_record = self._log.clients.weights(path)
+        if weights_record is None:
             raise ConfigError("model_path", path, "its weights are gone: unnamed weights go with their session")
-        check_rank("model_path", path, weights.rank, self._most_rank)
-        return f"w{weights.number}", weights_folder(self._folder, weights.number)
+        check_rank("model_path", path, weights_record.rank, self._most_rank)
+        return f"w{weights_record.number}", weights_folder(self._folder, weights_record.number)

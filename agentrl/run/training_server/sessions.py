@@ -37,8 +37,8 @@ class Sessions:
 
     def hear(self, session: str) -> None:
         """A client is there. Raises SessionGone."""
-        if (state := self._log.clients.session_is(session)) != "open":
-            raise SessionGone(session, known=state == "ended")
+        if (session_state := self._log.clients.session_is(session)) != "open":
+            raise SessionGone(session, known=session_state == "ended")
         self._heard[session] = trio.current_time()
 
     async def finish(self, session: str) -> None:
@@ -54,12 +54,12 @@ class Sessions:
         task_status.started()
         while True:
             try:
-                for session in await trio.to_thread.run_sync(self._log.clients.idle_sessions):
-                    now = trio.current_time()
+                for idle_session in await trio.to_thread.run_sync(self._log.clients.idle_sessions):
+                    current_s = trio.current_time()
                     # A session that this life has not heard of counts from now: the server was away, not the client.
-                    if now - self._heard.setdefault(session, now) >= self._silent_s:
-                        _log.warning("session %s was silent for %g s: it has ended", session, self._silent_s)
-                        await self.finish(session)
+                    if current_s - self._heard.setdefault(idle_session, current_s) >= self._silent_s:
+                        _log.warning("session %s was silent for %g s: it has ended", idle_session, self._silent_s)
+                        await self.finish(idle_session)
             except StoreError as error:
                 _log.warning("silent sessions go on: %s", error)
             await trio.sleep(self._silent_s / _LOOKS)

@@ -70,14 +70,16 @@ _LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, float
 def target_loss(name: str, settings: Mapping[str, float | str]) -> TargetLoss:
     """The loss of this name with these settings. Raises ConfigError for one that is not known."""
     if name not in _LOSSES:
-        hint = f"this server has {', '.join(_LOSSES)}; give any other as forward_backward_custom(data, your_function)"
-        raise ConfigError("loss_fn", name, hint)
-    compute, columns, defaults = _LOSSES[name]
-    for key, value in settings.items():
-        if key not in defaults:
-            hint = f"{name} has {', '.join(defaults) or 'no settings'}"
-            raise ConfigError(f"loss_fn_config.{key}", value, hint)
-        if isinstance(value, str) or not math.isfinite(value) or value < 0:
-            raise ConfigError(f"loss_fn_config.{key}", value, "give a ratio of 0 or more")
-    chosen = {**defaults, **settings}
-    return TargetLoss(partial(compute, **chosen), columns, default=name == "cross_entropy")
+        correction = (
+            f"this server has {', '.join(_LOSSES)}; give any other as forward_backward_custom(data, your_function)"
+        )
+        raise ConfigError("loss_fn", name, correction)
+    compute_loss, column_names, defaults = _LOSSES[name]
+    for setting_key, setting_value in settings.items():
+        if setting_key not in defaults:
+            correction = f"{name} has {', '.join(defaults) or 'no settings'}"
+            raise ConfigError(f"loss_fn_config.{setting_key}", setting_value, correction)
+        if isinstance(setting_value, str) or not math.isfinite(setting_value) or setting_value < 0:
+            raise ConfigError(f"loss_fn_config.{setting_key}", setting_value, "give a ratio of 0 or more")
+    loss_settings = {**defaults, **settings}
+    return TargetLoss(partial(compute_loss, **loss_settings), column_names, default=name == "cross_entropy")

@@ -89,25 +89,25 @@ class Futures:
 
     def answered(self, call: str) -> None:
         """Wake all who wait for a call that has its answer now."""
-        for event in self._waiters.pop(call, ()):
-            event.set()
+        for answer_event in self._waiters.pop(call, ()):
+            answer_event.set()
 
     async def wait(self, call: str) -> CallAnswer | Literal["pending", "unknown"]:
         """The answer of a call; "pending" if it has none after `_WAIT_S`."""
-        event = trio.Event()
+        answer_event = trio.Event()
         # Registered before the log is read: an answer that is written between the read and the wait would otherwise
         # wake nobody, and the client would come back 30 seconds later.
-        self._waiters[call].add(event)
+        self._waiters[call].add(answer_event)
         try:
-            answer = await trio.to_thread.run_sync(self._log.answer_of, call)
-            if answer == "pending":
+            call_answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            if call_answer == "pending":
                 with trio.move_on_after(_WAIT_S):
-                    await event.wait()
-                    answer = await trio.to_thread.run_sync(self._log.answer_of, call)
-            return answer
+                    await answer_event.wait()
+                    call_answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            return call_answer
         finally:
             if call in self._waiters:
-                self._waiters[call].discard(event)
+                self._waiters[call].discard(answer_event)
                 if not self._waiters[call]:
                     del self._waiters[call]
 
@@ -149,13 +149,13 @@ class TinkerApi:
         """The answer to a request without the key, whose body is not read."""
         if self._key is None or path == "/api/v1/healthz":
             return None
-        shown = headers.get("x-api-key", "")
+        request_key = headers.get("x-api-key", "")
         # In constant time: a comparison that stops at the first difference can be measured from outside, character by
         # character.
-        if hmac.compare_digest(shown.encode(), self._key.encode()):
+        if hmac.compare_digest(request_key.encode(), self._key.encode()):
             return None
-        hint = "give the key that the server printed: ServiceClient(api_key=...), or export TINKER_API_KEY=..."
-        return _json(401, error=f"this server has another API key: {hint}")
+        correction = "give the key that the server printed: ServiceClient(api_key=...), or export TINKER_API_KEY=..."
+        return _json(401, error=f"this server has another API key: {correction}")
 
     async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
         """See `http_server.Handler`."""
@@ -171,9 +171,9 @@ class TinkerApi:
                 return await handler(content, headers)
             if route in ("optim_step", "save_weights", "save_weights_for_sampler", "unload_model"):
                 return await self._numbered(route, content)
-            words = route.split("/")
-            if words[0] == "sessions" and words[2:] == ["finish"]:
-                return await self._finish(words[1])
+            route_parts = route.split("/")
+            if route_parts[0] == "sessions" and route_parts[2:] == ["finish"]:
+                return await self._finish(route_parts[1])
             raise HttpRefusal(404, f"agentrl's training server has no POST {path}")
         except HttpRefusal as refusal:
             return _refused(refusal.status, refusal)
@@ -185,28 +185,28 @@ class TinkerApi:
             return _refused(503, error)
 
     def _get(self, route: str) -> Answer:
-        words = route.split("/")
+        route_parts = route.split("/")
         if route == "healthz":
             return _json(200, status="ok")
         if route == "get_server_capabilities":
-            model = {
+            model_facts = {
                 "model_name": self._name,
                 "max_context_length": self._max_context,
                 "trainable": True,
                 "sampleable": True,
             }
-            return _json(200, supported_models=[model])
-        if words[0] == "samplers" and len(words) == 2:
-            sampler = self._sampler(words[1])
-            return _json(200, sampler_id=sampler.id, base_model=self._name, model_path=sampler.path)
+            return _json(200, supported_models=[model_facts])
+        if route_parts[0] == "samplers" and len(route_parts) == 2:
+            sampler_record = self._sampler(route_parts[1])
+            return _json(200, sampler_id=sampler_record.id, base_model=self._name, model_path=sampler_record.path)
         raise HttpRefusal(404, f"agentrl's training server has no GET /api/v1/{route}")
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
     async def _create_session(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         idempotency_key = headers.get("x-idempotency-key") or secrets.token_hex(16)
-        session = await trio.to_thread.run_sync(self._log.clients.begin_session, idempotency_key)
-        return _json(200, type="create_session", session_id=session, warning_message=_WARNING)
+        session_id = await trio.to_thread.run_sync(self._log.clients.begin_session, idempotency_key)
+        return _json(200, type="create_session", session_id=session_id, warning_message=_WARNING)
 
     async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _OfSession = parse(_OfSession, body)
@@ -223,8 +223,8 @@ class TinkerApi:
         request: CreateModel = parse(CreateModel, body)
         self._sessions.hear(request.session_id)
         self._check_base(request.base_model)
-        model = model_id(request.session_id, request.model_seq_id)
-        return await self._accept(request.session_id, model, 0, "create_model", body, model=model)
+        new_model_id = model_id(request.session_id, request.model_seq_id)
+        return await self._accept(request.session_id, new_model_id, 0, "create_model", body, model=new_model_id)
 
     async def _load_weights(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: LoadWeights = parse(LoadWeights, body)
@@ -237,8 +237,8 @@ class TinkerApi:
         self._sessions.hear(request.session_id)
         if request.base_model is not None:
             self._check_base(request.base_model)
-        model = model_id(request.session_id, request.model_seq_id)
-        return await self._accept(request.session_id, model, 0, "load_weights", body, model=model)
+        new_model_id = model_id(request.session_id, request.model_seq_id)
+        return await self._accept(request.session_id, new_model_id, 0, "load_weights", body, model=new_model_id)
 
     async def _forward_backward(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/x-protobuf":
@@ -246,14 +246,14 @@ class TinkerApi:
         request = await trio.to_thread.run_sync(ForwardBackwardRequest.read, body)
         if request.seq_id < 1:
             raise ConfigError("seq_id", request.seq_id, "calls are numbered from 1")
-        record = self._model(request.model_id)
-        kind = "forward" if request.forward_only else FORWARD_BACKWARD
-        return await self._accept(record.session, record.id, request.seq_id, kind, body)
+        model_record = self._model(request.model_id)
+        call_kind = "forward" if request.forward_only else FORWARD_BACKWARD
+        return await self._accept(model_record.session, model_record.id, request.seq_id, call_kind, body)
 
     async def _numbered(self, kind: str, body: bytes) -> Answer:
         request: _Numbered = parse(_Numbered, body)
-        record = self._model(request.model_id)
-        return await self._accept(record.session, record.id, request.seq_id, kind, body)
+        model_record = self._model(request.model_id)
+        return await self._accept(model_record.session, model_record.id, request.seq_id, kind, body)
 
     async def _accept(
         self, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
@@ -263,45 +263,45 @@ class TinkerApi:
         def accept() -> tuple[str, bool]:
             return self._log.accept(session=session, owner=owner, place=place, kind=kind, body=body, model=model)
 
-        id, fresh = await trio.to_thread.run_sync(accept)
-        if fresh:
+        call_id, is_new = await trio.to_thread.run_sync(accept)
+        if is_new:
             self._training.came(owner)
-        return _json(200, request_id=id, model_id=owner)
+        return _json(200, request_id=call_id, model_id=owner)
 
     async def _info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _OfModel = parse(_OfModel, body)
-        record = self._model(request.model_id)
-        data = {"arch": None, "model_name": self._name, "tokenizer_id": self._tokenizer}
+        model_record = self._model(request.model_id)
+        model_data = {"arch": None, "model_name": self._name, "tokenizer_id": self._tokenizer}
         return _json(
             200,
             type="get_info",
-            model_data=data,
-            model_id=record.id,
+            model_data=model_data,
+            model_id=model_record.id,
             is_lora=True,
-            lora_rank=record.rank,
+            lora_rank=model_record.rank,
             model_name=self._name,
         )
 
     async def _weights_info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _OfPath = parse(_OfPath, body)
-        weights = self._log.clients.weights(request.tinker_path)
-        if weights is None:
+        weights_record = self._log.clients.weights(request.tinker_path)
+        if weights_record is None:
             raise HttpRefusal(404, f"this server has no weights at {request.tinker_path!r}")
         return _json(
             200,
             base_model=self._name,
             is_lora=True,
-            lora_rank=weights.rank,
+            lora_rank=weights_record.rank,
             train_unembed=False,
-            train_mlp=weights.mlp,
-            train_attn=weights.attention,
+            train_mlp=weights_record.mlp,
+            train_attn=weights_record.attention,
         )
 
     def _model(self, id: str) -> ModelRecord:
-        record = self._log.clients.model(id)
-        if record is None:
+        model_record = self._log.clients.model(id)
+        if model_record is None:
             raise HttpRefusal(404, f"there is no training client {id!r}: make it with create_lora_training_client")
-        return record
+        return model_record
 
     def _check_base(self, name: str) -> None:
         if name != self._name:
@@ -315,48 +315,54 @@ class TinkerApi:
         if request.base_model is not None:
             self._check_base(request.base_model)
         if request.model_path is not None:
-            weights = self._log.clients.weights(request.model_path)
-            if weights is None or weights.kind != "sampler_weights":
-                hint = "this server has no such weights of save_weights_for_sampler"
-                raise ConfigError("model_path", request.model_path, hint)
-        id = sampler_id(request.session_id, request.sampling_session_seq_id)
-        sampler = SamplerRecord(id, request.session_id, request.model_path)
-        await trio.to_thread.run_sync(self._log.clients.add_sampler, sampler)
-        return _json(200, type="create_sampling_session", sampling_session_id=id)
+            weights_record = self._log.clients.weights(request.model_path)
+            if weights_record is None or weights_record.kind != "sampler_weights":
+                correction = "this server has no such weights of save_weights_for_sampler"
+                raise ConfigError("model_path", request.model_path, correction)
+        new_sampler_id = sampler_id(request.session_id, request.sampling_session_seq_id)
+        sampler_record = SamplerRecord(new_sampler_id, request.session_id, request.model_path)
+        await trio.to_thread.run_sync(self._log.clients.add_sampler, sampler_record)
+        return _json(200, type="create_sampling_session", sampling_session_id=new_sampler_id)
 
     async def _sample(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         sample_number: _SampleNumber = parse(_SampleNumber, body)
         request: SampleRequest = parse(SampleRequest, body)
-        sampler = self._sampler(sample_number.sampling_session_id)
-        self._sessions.hear(sampler.session)
+        sampler_record = self._sampler(sample_number.sampling_session_id)
+        self._sessions.hear(sampler_record.session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(
-                session=sampler.session, owner=sampler.id, place=sample_number.seq_id, kind=SAMPLE, body=body
+                session=sampler_record.session,
+                owner=sampler_record.id,
+                place=sample_number.seq_id,
+                kind=SAMPLE,
+                body=body,
             )
 
-        id, fresh = await trio.to_thread.run_sync(accept)
-        if fresh:
-            call = await trio.to_thread.run_sync(self._log.call, id)
-            self._sampling.came(call)
+        call_id, is_new = await trio.to_thread.run_sync(accept)
+        if is_new:
+            new_call = await trio.to_thread.run_sync(self._log.call, call_id)
+            self._sampling.came(new_call)
         return _json(
-            200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(request.num_samples)]
+            200,
+            request_id=call_id,
+            sample_sequence_ids=[f"{call_id}:{sample_index}" for sample_index in range(request.num_samples)],
         )
 
     def _sampler(self, id: str) -> SamplerRecord:
-        sampler = self._log.clients.sampler(id)
-        if sampler is None:
+        sampler_record = self._log.clients.sampler(id)
+        if sampler_record is None:
             raise HttpRefusal(404, f"there is no sampling client {id!r}")
-        return sampler
+        return sampler_record
 
     # --- futures --------------------------------------------------------------------------------------------------
 
     async def _retrieve(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         request: _Named = parse(_Named, body)
-        answer = await self._futures.wait(request.request_id)
-        if isinstance(answer, CallAnswer):
-            return 200, Typed(_TYPES[answer.form], answer.data)
-        if answer == "unknown":
+        call_answer = await self._futures.wait(request.request_id)
+        if isinstance(call_answer, CallAnswer):
+            return 200, Typed(_TYPES[call_answer.form], call_answer.data)
+        if call_answer == "unknown":
             raise HttpRefusal(404, f"there is no future {request.request_id!r}")
         # A status that makes the client ask again, instead of a connection that is held open for as long as a step
         # takes: proxies cut such connections.

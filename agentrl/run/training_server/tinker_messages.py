@@ -201,94 +201,106 @@ class ForwardBackwardRequest:
         try:
             message.ParseFromString(body)
         except Exception as error:  # google.protobuf's DecodeError
-            hint = "send the protobuf message of the tinker client"
-            raise ConfigError("body", f"{len(body)} bytes", f"{hint} ({error})") from error
+            correction = "send the protobuf message of the tinker client"
+            raise ConfigError("body", f"{len(body)} bytes", f"{correction} ({error})") from error
         return cls(message.model_id, message.seq_id, message.forward_only, message)
 
     @property
     def loss(self) -> tuple[str, dict[str, float | str]]:
         """The name of the loss and its settings."""
         settings = {
-            key: value.text if value.WhichOneof("value") == "text" else value.number
-            for key, value in self.message.loss_fn_config_v2.items()
+            setting_key: setting_value.text if setting_value.WhichOneof("value") == "text" else setting_value.number
+            for setting_key, setting_value in self.message.loss_fn_config_v2.items()
         }
         return self.message.loss_fn, settings or dict(self.message.loss_fn_config)
 
     def rows(self, loss: TargetLoss, *, vocab: int, most_tokens: int) -> list[TargetRow]:
         """The rows with what the loss reads. Raises ConfigError for what cannot be computed."""
-        rows = [
-            _row(f"data[{number}]", datum, loss, vocab, most_tokens) for number, datum in enumerate(self.message.data)
+        target_rows = [
+            _row(f"data[{datum_index}]", datum, loss, vocab, most_tokens)
+            for datum_index, datum in enumerate(self.message.data)
         ]
-        if not rows:
+        if not target_rows:
             raise ConfigError("data", [], "give one datum or more")
-        return rows
+        return target_rows
 
 
 def _row(name: str, datum: Any, loss: TargetLoss, vocab: int, most_tokens: int) -> TargetRow:
-    parts = list[NDArray[np.int32]]()
+    token_arrays = list[NDArray[np.int32]]()
     for chunk in datum.model_input:
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-            raise _no_text(f"{name}.model_input", kind)
+        if (chunk_kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise _no_text(f"{name}.model_input", chunk_kind)
         if len(chunk.encoded_text.tokens) % 4:
             raise ConfigError(f"{name}.model_input", f"{len(chunk.encoded_text.tokens)} bytes", "give int32 tokens")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-    input_T = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int64))
+        token_arrays.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+    input_T = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *token_arrays]).astype(np.int64))
     if not 1 <= len(input_T) <= most_tokens:
         raise ConfigError(f"{name}.model_input", f"{len(input_T)} tokens", f"give 1 to {most_tokens}")
     _check_ids(f"{name}.model_input", input_T, vocab)
-    inputs = {key: _tensor(f"{name}.loss_fn_inputs.{key}", message) for key, message in datum.loss_fn_inputs.items()}
-    field = f"{name}.loss_fn_inputs.target_tokens"
-    target = inputs.pop("target_tokens", None)
-    if target is None:
-        raise ConfigError(field, None, "give the token that comes after each token of model_input")
-    if target.is_floating_point() or target.ndim not in (1, 2) or len(target) != len(input_T):
-        hint = f"give int64 [{len(input_T)}], or [{len(input_T)}, choices]"
-        raise ConfigError(field, f"{target.dtype} {list(target.shape)}", hint)
-    _check_ids(field, target, vocab)
+    inputs = {
+        input_key: _tensor(f"{name}.loss_fn_inputs.{input_key}", message)
+        for input_key, message in datum.loss_fn_inputs.items()
+    }
+    target_field = f"{name}.loss_fn_inputs.target_tokens"
+    target_TC = inputs.pop("target_tokens", None)
+    if target_TC is None:
+        raise ConfigError(target_field, None, "give the token that comes after each token of model_input")
+    if target_TC.is_floating_point() or target_TC.ndim not in (1, 2) or len(target_TC) != len(input_T):
+        correction = f"give int64 [{len(input_T)}], or [{len(input_T)}, choices]"
+        raise ConfigError(target_field, f"{target_TC.dtype} {list(target_TC.shape)}", correction)
+    _check_ids(target_field, target_TC, vocab)
     if loss.default:
-        inputs = {column: torch.ones(target.shape) for column in loss.columns} | inputs
+        inputs = {column: torch.ones(target_TC.shape) for column in loss.columns} | inputs
     # A column that the loss does not read is refused as well: it is most often a misspelt one, and the loss would train
     # on a default in its place (law 8).
-    for key in sorted(inputs.keys() ^ set(loss.columns)):
-        hint = "the loss reads it: give it" if key in loss.columns else "the loss does not read it: leave it out"
-        raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(inputs[key].shape) if key in inputs else None, hint)
-    for key, column in inputs.items():
-        if column.shape != target.shape:
-            hint = f"give the shape of target_tokens, {list(target.shape)}"
-            raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(column.shape), hint)
+    for input_key in sorted(inputs.keys() ^ set(loss.columns)):
+        correction = (
+            "the loss reads it: give it" if input_key in loss.columns else "the loss does not read it: leave it out"
+        )
+        raise ConfigError(
+            f"{name}.loss_fn_inputs.{input_key}",
+            list(inputs[input_key].shape) if input_key in inputs else None,
+            correction,
+        )
+    for input_key, column in inputs.items():
+        if column.shape != target_TC.shape:
+            correction = f"give the shape of target_tokens, {list(target_TC.shape)}"
+            raise ConfigError(f"{name}.loss_fn_inputs.{input_key}", list(column.shape), correction)
         if not bool(torch.isfinite(column).all()):
-            raise ConfigError(f"{name}.loss_fn_inputs.{key}", "nan or inf", "give finite numbers")
-    columns = {key: column.float() for key, column in inputs.items()}
-    return TargetRow(input_T=input_T, target_TC=target, columns=columns)
+            raise ConfigError(f"{name}.loss_fn_inputs.{input_key}", "nan or inf", "give finite numbers")
+    columns = {input_key: column.float() for input_key, column in inputs.items()}
+    return TargetRow(input_T=input_T, target_TC=target_TC, columns=columns)
 
 
 def _check_ids(name: str, ids: Tensor, vocab: int) -> None:
-    beyond = ids[(ids < 0) | (ids >= vocab)]
-    if len(beyond):
-        raise ConfigError(name, int(beyond[0]), f"the model has the tokens 0 to {vocab - 1}")
+    unknown_ids = ids[(ids < 0) | (ids >= vocab)]
+    if len(unknown_ids):
+        raise ConfigError(name, int(unknown_ids[0]), f"the model has the tokens 0 to {vocab - 1}")
 
 
 def _tensor(name: str, message: Any) -> Tensor:
-    kind = {messages().DTYPE_FLOAT32: np.float32, messages().DTYPE_INT64: np.int64}.get(message.dtype)
-    if kind is None:
+    number_type = {messages().DTYPE_FLOAT32: np.float32, messages().DTYPE_INT64: np.int64}.get(message.dtype)
+    if number_type is None:
         raise ConfigError(name, f"dtype {message.dtype}", "give float32 or int64")
-    sparse = message.sparse_csr if message.HasField("sparse_csr") else None
+    sparse_csr = message.sparse_csr if message.HasField("sparse_csr") else None
     try:
-        numbers = np.frombuffer(message.dense if sparse is None else sparse.values, kind).copy()
-        shape = tuple(message.shape) or numbers.shape
-        if sparse is None:
-            return torch.from_numpy(numbers.reshape(shape))
+        numbers = np.frombuffer(message.dense if sparse_csr is None else sparse_csr.values, number_type).copy()
+        full_shape = tuple(message.shape) or numbers.shape
+        if sparse_csr is None:
+            return torch.from_numpy(numbers.reshape(full_shape))
         # A sparse tensor of a few bytes may claim any shape, and is made dense below: the claim is checked before the
         # memory is taken.
-        if math.prod(shape) > _MOST_NUMBERS:
-            raise ValueError(f"{math.prod(shape)} numbers are too many")
-        starts, columns = (np.frombuffer(indices, np.int64) for indices in (sparse.crow_indices, sparse.col_indices))
-        dense = np.zeros(shape, kind)  # a place that is not named has token 0 and weight 0
-        dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = numbers
-        return torch.from_numpy(dense)
+        if math.prod(full_shape) > _MOST_NUMBERS:
+            raise ValueError(f"{math.prod(full_shape)} numbers are too many")
+        row_starts, columns = (
+            np.frombuffer(indices, np.int64) for indices in (sparse_csr.crow_indices, sparse_csr.col_indices)
+        )
+        dense_array = np.zeros(full_shape, number_type)  # a place that is not named has token 0 and weight 0
+        dense_array[np.repeat(np.arange(full_shape[0]), np.diff(row_starts)), columns] = numbers
+        return torch.from_numpy(dense_array)
     except (ValueError, IndexError) as error:
-        hint = "the bytes do not fit dtype and shape: use the tinker client's TensorData"
-        raise ConfigError(name, list(message.shape), f"{hint} ({error})") from error
+        correction = "the bytes do not fit dtype and shape: use the tinker client's TensorData"
+        raise ConfigError(name, list(message.shape), f"{correction} ({error})") from error
 
 
 def _no_text(name: str, kind: object) -> ConfigError:
@@ -297,19 +309,21 @@ def _no_text(name: str, kind: object) -> ConfigError:
 
 def forward_backward_answer(loss: float, logprobs: Sequence[Tensor]) -> CallAnswer:
     """Loss, and log-probs [T] or [T, C] of each row. Neighbours with as many choices lie together."""
-    output = messages().ForwardBackwardOutput()
-    output.loss_fn_output_type = "ArrayRecord"
-    output.metrics["loss:sum"] = loss
+    answer_message = messages().ForwardBackwardOutput()
+    answer_message.loss_fn_output_type = "ArrayRecord"
+    answer_message.metrics["loss:sum"] = loss
     for choices, neighbours in groupby(logprobs, key=lambda row: row.shape[1:]):
-        arrays = [row.numpy().astype(np.float32) for row in neighbours]
-        record = output.loss_fn_outputs.add()
-        record.num_datums = len(arrays)
-        column = record.fields["logprobs"]
-        column.dtype = messages().DTYPE_FLOAT32
-        column.data = b"".join(array.tobytes() for array in arrays)
-        column.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype(np.int64).tobytes()
-        column.trailing_shape.extend(choices)
-    return CallAnswer("protobuf", output.SerializeToString())
+        logprobs_arrays = [row_logprobs.numpy().astype(np.float32) for row_logprobs in neighbours]
+        record_message = answer_message.loss_fn_outputs.add()
+        record_message.num_datums = len(logprobs_arrays)
+        logprobs_column = record_message.fields["logprobs"]
+        logprobs_column.dtype = messages().DTYPE_FLOAT32
+        logprobs_column.data = b"".join(logprobs_array.tobytes() for logprobs_array in logprobs_arrays)
+        logprobs_column.offsets = (
+            np.cumsum([0, *(logprobs_array.nbytes for logprobs_array in logprobs_arrays)]).astype(np.int64).tobytes()
+        )
+        logprobs_column.trailing_shape.extend(choices)
+    return CallAnswer("protobuf", answer_message.SerializeToString())
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -318,11 +332,13 @@ def forward_backward_answer(loss: float, logprobs: Sequence[Tensor]) -> CallAnsw
 def sample_answer(samples: Sequence[Generation], prompt_logprobs: Sequence[float] | None) -> CallAnswer:
     """Sampled sequences, and log-probs of the prompt's tokens but the first."""
     response = messages().SampleResponse()
-    for sample in samples:
+    for generation in samples:
         sequence = response.sequences.add()
-        sequence.stop_reason = messages().STOP_REASON_STOP if sample.finish == "stop" else messages().STOP_REASON_LENGTH
-        sequence.tokens = np.array(sample.token_ids, np.int32).tobytes()
-        sequence.logprobs = np.array(sample.logprobs, np.float32).tobytes()
+        sequence.stop_reason = (
+            messages().STOP_REASON_STOP if generation.finish == "stop" else messages().STOP_REASON_LENGTH
+        )
+        sequence.tokens = np.array(generation.token_ids, np.int32).tobytes()
+        sequence.logprobs = np.array(generation.logprobs, np.float32).tobytes()
     if prompt_logprobs is not None:
         response.prompt_logprobs = np.array([math.nan, *prompt_logprobs], np.float32).tobytes()
     return CallAnswer("protobuf", response.SerializeToString())

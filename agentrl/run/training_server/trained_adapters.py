@@ -37,29 +37,29 @@ class TrainedAdapters:
         """Have an adapter in memory as its calls up to now left it; returns its name in the learner."""
         if record.state is None:
             raise UsageError(f"the training client {record.id} was not made: its first call failed")
-        name = _name(record)
-        if name not in self._learner:
-            shape = AdapterShape(record.rank, attention=record.attention, mlp=record.mlp)
-            self._learner.create(name, shape, seed=0)
+        adapter_name = _name(record)
+        if adapter_name not in self._learner:
+            adapter_shape = AdapterShape(record.rank, attention=record.attention, mlp=record.mlp)
+            self._learner.create(adapter_name, adapter_shape, seed=0)
             try:
-                self._learner.load(name, self._state(record, record.state))
+                self._learner.load(adapter_name, self._state(record, record.state))
                 # The file holds weights and moments, not gradients. Those since the file was written are computed again
                 # from the journaled calls; to write them with each backward pass would be a file of the adapter's size
                 # for each call.
-                for call in self._log.since_state(record, FORWARD_BACKWARD):
-                    rows, loss = self.rows(call)
-                    self._learner.forward_backward(name, rows, loss.compute)
+                for earlier_call in self._log.since_state(record, FORWARD_BACKWARD):
+                    target_rows, loss = self.rows(earlier_call)
+                    self._learner.forward_backward(adapter_name, target_rows, loss.compute)
             except BaseException:
-                self._learner.forget(name)
+                self._learner.forget(adapter_name)
                 raise
-        self._use(name)
-        return name
+        self._use(adapter_name)
+        return adapter_name
 
     def rows(self, call: Call) -> tuple[list[TargetRow], TargetLoss]:
         """The rows and the loss of a forward or backward pass. Raises UsageError."""
         request = ForwardBackwardRequest.read(call.body)
-        loss = target_loss(*request.loss)
-        return request.rows(loss, vocab=self._learner.vocab, most_tokens=self._most_tokens), loss
+        row_loss = target_loss(*request.loss)
+        return request.rows(row_loss, vocab=self._learner.vocab, most_tokens=self._most_tokens), row_loss
 
     def save_state(self, record: ModelRecord, place: int) -> None:
         """Write an adapter as call `place` left it."""
@@ -69,15 +69,15 @@ class TrainedAdapters:
 
     def drop_states(self, record: ModelRecord, place: int) -> None:
         """Remove the files of earlier calls, once the log has the answer of call `place`."""
-        for file in self._state_folder(record).glob("*.safetensors"):
-            if file != self._state(record, place):
-                file.unlink(missing_ok=True)
+        for state_file in self._state_folder(record).glob("*.safetensors"):
+            if state_file != self._state(record, place):
+                state_file.unlink(missing_ok=True)
 
     def save_weights(self, record: ModelRecord, number: int) -> None:
         """Write an adapter and its optimizer under the number of saved weights."""
-        name, folder = self.ensure(record), weights_folder(self._folder, number)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._learner.save(name, folder / _STATE)
+        adapter_name, saved_folder = self.ensure(record), weights_folder(self._folder, number)
+        saved_folder.mkdir(parents=True, exist_ok=True)
+        self._learner.save(adapter_name, saved_folder / _STATE)
 
     def export_weights(self, record: ModelRecord, number: int) -> None:
         """Write an adapter for an engine under the number of saved weights."""
@@ -85,8 +85,8 @@ class TrainedAdapters:
 
     def load_weights(self, record: ModelRecord, number: int, *, optimizer: bool) -> None:
         """Read saved weights into an adapter, with `optimizer` also the state of their optimizer."""
-        file = weights_folder(self._folder, number) / _STATE
-        self._learner.load(_name(record), file, optimizer=optimizer)
+        state_file = weights_folder(self._folder, number) / _STATE
+        self._learner.load(_name(record), state_file, optimizer=optimizer)
 
     def remove_weights(self, number: int) -> None:
         """Remove saved weights."""
@@ -99,19 +99,19 @@ class TrainedAdapters:
 
     def end(self, session: str) -> None:
         """Remove the adapters of a session that has ended, but what was saved under a name."""
-        for record in self._log.clients.models_of(session):
-            self.forget(record)
-            shutil.rmtree(self._state_folder(record), ignore_errors=True)
-        for number in self._log.clients.drop_unnamed(session):
-            self.remove_weights(number)
+        for model_record in self._log.clients.models_of(session):
+            self.forget(model_record)
+            shutil.rmtree(self._state_folder(model_record), ignore_errors=True)
+        for weights_number in self._log.clients.drop_unnamed(session):
+            self.remove_weights(weights_number)
 
     def _use(self, name: str) -> None:
         self._recent.pop(name, None)
         self._recent[name] = None
         while len(self._recent) > _LIVE:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            self._learner.forget(oldest)
+            oldest_name = next(iter(self._recent))
+            del self._recent[oldest_name]
+            self._learner.forget(oldest_name)
 
     def _state_folder(self, record: ModelRecord) -> Path:
         return self._folder / "models" / str(record.number)

@@ -79,8 +79,8 @@ class TrainingCalls:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Compute calls for ever, those first that a life before had accepted."""
         async with trio.open_nursery() as self._nursery:
-            for model in self._log.waiting_models():
-                self.came(model)
+            for waiting_model in self._log.waiting_models():
+                self.came(waiting_model)
             task_status.started()
             await trio.sleep_forever()
 
@@ -98,181 +98,191 @@ class TrainingCalls:
         await trio.to_thread.run_sync(self._adapters.end, session, limiter=self._thread)
 
     async def _drive(self, model: str) -> None:
-        until = None  # when the calls that wait for one that has not come stop waiting
+        give_up_at_s = None  # when the calls that wait for one that has not come stop waiting
         while True:
-            came = self._driven[model] = trio.Event()
-            if (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
-                until = None
-                tokens = max(_BESIDE, len(call.body) / _BYTES_PER_TOKEN)
+            came_event = self._driven[model] = trio.Event()
+            if (next_call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
+                give_up_at_s = None
+                token_count = max(_BESIDE, len(next_call.body) / _BYTES_PER_TOKEN)
                 # By tokens and not by calls: a session of long rows would otherwise get as many calls as one of short
                 # rows, and most of the time.
-                async with self._turns.turn(call.session, tokens):
-                    await self._computed(call)
-                self._answered(call.id)
-            elif (gap := await trio.to_thread.run_sync(self._log.first_waiting, model)) is not None:
-                until = trio.current_time() + self._patience_s if until is None else until
+                async with self._turns.turn(next_call.session, token_count):
+                    await self._computed(next_call)
+                self._answered(next_call.id)
+            elif (call_numbers := await trio.to_thread.run_sync(self._log.first_waiting, model)) is not None:
+                give_up_at_s = trio.current_time() + self._patience_s if give_up_at_s is None else give_up_at_s
                 # A client numbers its calls, and the network may bring number 5 before number 4. Computed as they come,
                 # a step could be made before the gradients it was meant for.
-                with trio.move_on_at(until) as waited:
-                    await came.wait()
-                if waited.cancelled_caught:
-                    until = None
-                    await self._give_up(model, *gap)
-            elif not came.is_set():
+                with trio.move_on_at(give_up_at_s) as wait_scope:
+                    await came_event.wait()
+                if wait_scope.cancelled_caught:
+                    give_up_at_s = None
+                    await self._give_up(model, *call_numbers)
+            elif not came_event.is_set():
                 del self._driven[model]
                 return
 
     async def _give_up(self, model: str, missing: int, first: int) -> None:
-        hint = "a client numbers its calls from 1, without a gap; make a new training client"
-        error = f"call {first} waited {self._patience_s:g} s for call {missing} of {model}, which never came: {hint}"
-        space = SpaceWait(self._folder)
+        correction = "a client numbers its calls from 1, without a gap; make a new training client"
+        failure_text = (
+            f"call {first} waited {self._patience_s:g} s for call {missing} of {model}, which never came: {correction}"
+        )
+        space_wait = SpaceWait(self._folder)
         while True:
             try:
-                ids = await trio.to_thread.run_sync(self._log.give_up, model, failed_answer(error, "user"))
+                call_ids = await trio.to_thread.run_sync(self._log.give_up, model, failed_answer(failure_text, "user"))
                 break
             except DiskFull as full:
-                await space.after(full)
-        for id in ids:
-            self._answered(id)
+                await space_wait.after(full)
+        for call_id in call_ids:
+            self._answered(call_id)
 
     async def _computed(self, call: Call) -> None:
         """Compute a call and write its answer; on a full disk again, as if it had not been computed."""
-        space = SpaceWait(self._folder)
+        space_wait = SpaceWait(self._folder)
         while True:
             try:
                 return await trio.to_thread.run_sync(self._compute, call, limiter=self._thread)
             except DiskFull as error:
-                await space.after(error)
+                await space_wait.after(error)
 
     # --- in the learner's thread ----------------------------------------------------------------------------------
 
     def _compute(self, call: Call) -> None:
         """Raises DiskFull, and then all is as before, but that the adapter is read back from its file."""
-        record = self._log.clients.model(call.owner)
-        assert record is not None
-        effects, after = CallEffects(), None
+        model_record = self._log.clients.model(call.owner)
+        assert model_record is not None
+        effects, clean_up = CallEffects(), None
         try:
             if self._log.clients.session_is(call.session) == "ended":
                 raise UsageError(SESSION_ENDED)
-            answer, effects, after = self._kinds[call.kind](call, record)
+            call_answer, effects, clean_up = self._kinds[call.kind](call, model_record)
         except UsageError as error:
-            answer = failed_answer(str(error), "user")
+            call_answer = failed_answer(str(error), "user")
         except Exception as error:
             # What the failed call has left in memory is unknown: half of a backward pass, or a step without its file.
             # The next call reads the adapter back as the log has it.
-            self._adapters.forget(record)
+            self._adapters.forget(model_record)
             if is_full(error):
                 raise DiskFull(f"call {call.id} cannot be written: {error}") from error
             _log.exception("call %s failed", call.id)
-            answer = failed_answer(f"the server failed ({type(error).__name__}); its log says why", "server")
+            call_answer = failed_answer(f"the server failed ({type(error).__name__}); its log says why", "server")
         try:
             # The answer and its effects in one transaction, after the file is written: a kill in between leaves a file
             # that no row names, and the call is computed again from the one that a row does name.
-            self._log.answer(call, answer, effects)
+            self._log.answer(call, call_answer, effects)
         except DiskFull:
-            self._adapters.forget(record)  # it is a call ahead of what is on disk
+            self._adapters.forget(model_record)  # it is a call ahead of what is on disk
             raise
         # Old files go last, when the log no longer names them: removed before, a kill would leave a model whose state
         # is nowhere.
-        if after is not None:
-            after()
+        if clean_up is not None:
+            clean_up()
 
     def _create(self, call: Call, record: ModelRecord) -> _Done:
         request: CreateModel = parse(CreateModel, call.body)
-        lora = request.lora_config
-        if lora is None:
+        lora_config = request.lora_config
+        if lora_config is None:
             raise ConfigError("lora_config", None, "this server trains adapters: give a rank")
         _check_optimizer(request.optimizer_config.type)
-        check_rank("lora_config.rank", lora.rank, lora.rank, self._most_rank)
-        if not (lora.train_attn or lora.train_mlp):
-            hint = "this server does not train the unembedding: set train_attn or train_mlp"
-            raise ConfigError("lora_config.train_unembed", True, hint)
-        shape = AdapterShape(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp)
-        seed = secrets.randbelow(_SEEDS) if lora.seed is None else lora.seed
-        self._adapters.create(record, shape, seed=seed)
-        answer = json_answer(model_id=record.id, type="create_model")
-        return answer, self._made(call, record, shape), None
+        check_rank("lora_config.rank", lora_config.rank, lora_config.rank, self._most_rank)
+        if not (lora_config.train_attn or lora_config.train_mlp):
+            correction = "this server does not train the unembedding: set train_attn or train_mlp"
+            raise ConfigError("lora_config.train_unembed", True, correction)
+        adapter_shape = AdapterShape(lora_config.rank, attention=lora_config.train_attn, mlp=lora_config.train_mlp)
+        adapter_seed = secrets.randbelow(_SEEDS) if lora_config.seed is None else lora_config.seed
+        self._adapters.create(record, adapter_shape, seed=adapter_seed)
+        call_answer = json_answer(model_id=record.id, type="create_model")
+        return call_answer, self._made(call, record, adapter_shape), None
 
     def _made(self, call: Call, record: ModelRecord, shape: AdapterShape) -> CallEffects:
         self._adapters.save_state(record, call.place)
         return CallEffects(shape=(shape.rank, shape.attention, shape.mlp), wrote_state=True)
 
     def _forward_backward(self, call: Call, record: ModelRecord) -> _Done:
-        rows, loss = self._adapters.rows(call)
-        name = self._adapters.ensure(record)
+        target_rows, row_loss = self._adapters.rows(call)
+        adapter_name = self._adapters.ensure(record)
         compute = self._learner.forward_backward if call.kind == FORWARD_BACKWARD else self._learner.forward
-        return forward_backward_answer(*compute(name, rows, loss.compute)), CallEffects(), None
+        return forward_backward_answer(*compute(adapter_name, target_rows, row_loss.compute)), CallEffects(), None
 
     def _optim_step(self, call: Call, record: ModelRecord) -> _Done:
         request: OptimStep = parse(OptimStep, call.body)
-        adam = request.adam_params
-        if adam is None:
+        adam_params = request.adam_params
+        if adam_params is None:
             raise ConfigError(
                 "optim_params", request.optimizer_params and request.optimizer_params.type, "give AdamParams"
             )
-        step = AdamStep(
-            lr=adam.learning_rate,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            grad_clip=adam.grad_clip_norm,
+        adam_step = AdamStep(
+            lr=adam_params.learning_rate,
+            beta1=adam_params.beta1,
+            beta2=adam_params.beta2,
+            eps=adam_params.eps,
+            weight_decay=adam_params.weight_decay,
+            grad_clip=adam_params.grad_clip_norm,
         )
-        name = self._adapters.ensure(record)
+        adapter_name = self._adapters.ensure(record)
         try:
-            answer = json_answer(metrics=self._learner.step(name, step))
+            call_answer = json_answer(metrics=self._learner.step(adapter_name, adam_step))
         except UsageError as error:  # the gradients are gone as after a step
-            answer = failed_answer(str(error), "user")
+            call_answer = failed_answer(str(error), "user")
         self._adapters.save_state(record, call.place)
-        return answer, CallEffects(wrote_state=True), lambda: self._adapters.drop_states(record, call.place)
+        return call_answer, CallEffects(wrote_state=True), lambda: self._adapters.drop_states(record, call.place)
 
     def _save_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
-        weights = _weights_record(call, record, "weights", request.path)
-        old = self._log.clients.weights(weights.path)
-        if old is not None and not request.overwrite:
+        new_record = _weights_record(call, record, "weights", request.path)
+        old_record = self._log.clients.weights(new_record.path)
+        if old_record is not None and not request.overwrite:
             raise ConfigError(
                 "path", request.path, "there is a checkpoint of this name: give overwrite=True, or another"
             )
         self._adapters.save_weights(record, call.number)
-        answer = json_answer(path=weights.path, type="save_weights")
-        return answer, CallEffects(weights=weights), lambda: old and self._adapters.remove_weights(old.number)
+        call_answer = json_answer(path=new_record.path, type="save_weights")
+        return (
+            call_answer,
+            CallEffects(weights=new_record),
+            lambda: old_record and self._adapters.remove_weights(old_record.number),
+        )
 
     def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
         request: SaveWeights = parse(SaveWeights, call.body)
-        weights = _weights_record(call, record, "sampler_weights", request.path)
-        old = self._log.clients.weights(weights.path)
+        new_record = _weights_record(call, record, "sampler_weights", request.path)
+        old_record = self._log.clients.weights(new_record.path)
         self._adapters.export_weights(record, call.number)
-        sampler = None
+        sampler_record = None
         if request.path is None:
             if request.sampling_session_seq_id is None:
                 raise ConfigError("path", None, "give a name, or sampling_session_seq_id for a sampling client")
-            id = sampler_id(record.session, request.sampling_session_seq_id)
-            sampler = SamplerRecord(id, record.session, weights.path)
-        answer = json_answer(
-            path=None if sampler else weights.path,
-            sampling_session_id=sampler and sampler.id,
+            new_sampler_id = sampler_id(record.session, request.sampling_session_seq_id)
+            sampler_record = SamplerRecord(new_sampler_id, record.session, new_record.path)
+        call_answer = json_answer(
+            path=None if sampler_record else new_record.path,
+            sampling_session_id=sampler_record and sampler_record.id,
             type="save_weights_for_sampler",
         )
-        effects = CallEffects(weights=weights, sampler=sampler)
-        return answer, effects, lambda: old and self._adapters.remove_weights(old.number)
+        effects = CallEffects(weights=new_record, sampler=sampler_record)
+        return call_answer, effects, lambda: old_record and self._adapters.remove_weights(old_record.number)
 
     def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
         request: LoadWeights = parse(LoadWeights, call.body)
-        weights = self._log.clients.weights(request.path)
-        if weights is None or weights.kind != "weights":
+        weights_record = self._log.clients.weights(request.path)
+        if weights_record is None or weights_record.kind != "weights":
             raise ConfigError("path", request.path, "this server has no such checkpoint of save_state")
         if request.optimizer_config is not None:
             _check_optimizer(request.optimizer_config.type)
-        check_rank("path", request.path, weights.rank, self._most_rank)
-        shape = AdapterShape(weights.rank, attention=weights.attention, mlp=weights.mlp)
+        check_rank("path", request.path, weights_record.rank, self._most_rank)
+        adapter_shape = AdapterShape(weights_record.rank, attention=weights_record.attention, mlp=weights_record.mlp)
         if record.state is None:
-            self._adapters.create(record, shape, seed=0)
+            self._adapters.create(record, adapter_shape, seed=0)
         else:
             self._adapters.ensure(record)
-        self._adapters.load_weights(record, weights.number, optimizer=request.optimizer)
-        answer = json_answer(path=request.path, model_id=record.id, type="load_weights")
-        return answer, self._made(call, record, shape), lambda: self._adapters.drop_states(record, call.place)
+        self._adapters.load_weights(record, weights_record.number, optimizer=request.optimizer)
+        call_answer = json_answer(path=request.path, model_id=record.id, type="load_weights")
+        return (
+            call_answer,
+            self._made(call, record, adapter_shape),
+            lambda: self._adapters.drop_states(record, call.place),
+        )
 
     def _unload(self, call: Call, record: ModelRecord) -> _Done:
         self._adapters.forget(record)
@@ -297,9 +307,9 @@ def _weights_record(call: Call, record: ModelRecord, kind: WeightsKind, name: st
     # The name becomes a part of a path, and of a URL that clients take apart at its slashes.
     if name is not None and (not name or "/" in name or len(name) > 256):
         raise ConfigError("path", name, "give a name of at most 256 characters without '/'")
-    path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"
+    weights_path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"
     return WeightsRecord(
-        call.number, path, record.id, kind, record.rank, record.attention, record.mlp, name is not None
+        call.number, weights_path, record.id, kind, record.rank, record.attention, record.mlp, name is not None
     )
 
 
@@ -311,5 +321,7 @@ def _check_optimizer(kind: str) -> None:
 def check_rank(field: str, value: object, rank: int, most: int) -> None:
     """Raises ConfigError, naming the field of the request, for an adapter that the engine has no room for."""
     if rank > most:
-        hint = f"its adapter has rank {rank}, the engine has room for {most}: start the server with --lora-rank {rank}"
-        raise ConfigError(field, value, hint)
+        correction = (
+            f"its adapter has rank {rank}, the engine has room for {most}: start the server with --lora-rank {rank}"
+        )
+        raise ConfigError(field, value, correction)

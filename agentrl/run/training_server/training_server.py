@@ -72,10 +72,10 @@ def serve_training(settings: TrainingServerSettings) -> None:
 
     async def main() -> None:
         async with training_server(settings) as server:
-            for line in _announced(settings, server):
-                print(line, flush=True)
-            with trio.CancelScope() as scope:
-                await end_on_signal(scope)
+            for announced_line in _announced(settings, server):
+                print(announced_line, flush=True)
+            with trio.CancelScope() as cancel_scope:
+                await end_on_signal(cancel_scope)
 
     with suppress(KeyboardInterrupt):  # Ctrl-C while it starts
         try:
@@ -88,73 +88,75 @@ def serve_training(settings: TrainingServerSettings) -> None:
 async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[RunningTrainingServer]:
     """A server for as long as the block runs. Raises UsageError for a setting or a folder that cannot be."""
     messages()
-    folder = settings.state.absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    close_to_others(folder, option="--state")  # it has prompts and weights
-    with _locked(folder):
-        key, model = _key(settings, folder), model_dir(settings.model)
+    state_folder = settings.state.absolute()
+    state_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_to_others(state_folder, option="--state")  # it has prompts and weights
+    with _locked(state_folder):
+        server_key, model_folder = _key(settings, state_folder), model_dir(settings.model)
         # Before the model is loaded: a port that is taken is reported in a second and not after minutes.
         listeners = await _listening(settings)
         # In a thread, so that Ctrl-C is heard while a large model is read.
-        learner = await trio.to_thread.run_sync(_learner, settings, model)
-        engine = settings.engine.model_copy(update={"weights_from": [*settings.engine.weights_from, str(folder)]})
-        most_rank = settings.lora_rank if engine.kind == "vllm" else MOST_RANK
-        start = partial(
+        learner = await trio.to_thread.run_sync(_learner, settings, model_folder)
+        engine_settings = settings.engine.model_copy(
+            update={"weights_from": [*settings.engine.weights_from, str(state_folder)]}
+        )
+        most_rank = settings.lora_rank if engine_settings.kind == "vllm" else MOST_RANK
+        start_engine = partial(
             running_engine,
-            model,
-            engine,
+            model_folder,
+            engine_settings,
             door=Door(),
             max_context=settings.max_context,
             lora_rank=most_rank,
             max_loras=HELD,
         )
-        kept_engine = KeptEngine(start, vocabulary=learner.vocab, patience_s=engine.start_deadline_s)
-        with CallLog(folder / "calls.sqlite") as log:
+        kept_engine = KeptEngine(start_engine, vocabulary=learner.vocab, patience_s=engine_settings.start_deadline_s)
+        with CallLog(state_folder / "calls.sqlite") as call_log:
             async with trio.open_nursery() as nursery:
                 await nursery.start(kept_engine.run)
-                futures = Futures(log)
-                training = TrainingCalls(
-                    log,
+                futures = Futures(call_log)
+                training_calls = TrainingCalls(
+                    call_log,
                     learner,
-                    folder,
+                    state_folder,
                     most_tokens=settings.max_context,
                     most_rank=most_rank,
                     answered=futures.answered,
                 )
-                sampling = SamplingCalls(
-                    log,
+                sampling_calls = SamplingCalls(
+                    call_log,
                     kept_engine,
-                    folder,
-                    kind=engine.kind,
+                    state_folder,
+                    kind=engine_settings.kind,
                     most_rank=most_rank,
                     vocab=learner.vocab,
                     max_context=settings.max_context,
-                    places=engine.max_batch,
-                    ends=Renderer(model).stop_token_ids,
+                    places=engine_settings.max_batch,
+                    ends=Renderer(model_folder).stop_token_ids,
                     answered=futures.answered,
                 )
-                sessions = Sessions(log, silent_s=settings.silent_s, ended=training.end)
-                api = TinkerApi(
-                    log,
+                sessions = Sessions(call_log, silent_s=settings.silent_s, ended=training_calls.end)
+                tinker_api = TinkerApi(
+                    call_log,
                     sessions=sessions,
-                    training=training,
-                    sampling=sampling,
+                    training=training_calls,
+                    sampling=sampling_calls,
                     futures=futures,
-                    key=key,
+                    key=server_key,
                     name=settings.model,
-                    tokenizer=str(model),
+                    tokenizer=str(model_folder),
                     max_context=settings.max_context,
                 )
                 await nursery.start(sessions.run)
-                await nursery.start(training.run)
-                await nursery.start(sampling.run)
+                await nursery.start(training_calls.run)
+                await nursery.start(sampling_calls.run)
                 raise_open_files(_BOUNDS)
                 # The door opens last: the first call of a client must find sessions, training and sampling at work, and
                 # calls that an earlier life accepted come before it.
-                nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
-                host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                port = listeners[0].socket.getsockname()[1]
-                yield RunningTrainingServer(f"http://{host}:{port}", key, kept_engine)
+                nursery.start_soon(partial(listen, tinker_api, listeners, bounds=_BOUNDS, refuses=tinker_api.refuses))
+                shown_host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                bound_port = listeners[0].socket.getsockname()[1]
+                yield RunningTrainingServer(f"http://{shown_host}:{bound_port}", server_key, kept_engine)
                 nursery.cancel_scope.cancel()
 
 
@@ -162,8 +164,8 @@ async def _listening(settings: TrainingServerSettings) -> list[trio.SocketListen
     try:
         return await trio.open_tcp_listeners(settings.port, host=settings.host)
     except OSError as error:
-        hint = f"cannot listen there ({error.strerror}): give another --host or --port"
-        raise ConfigError("port", f"{settings.host}:{settings.port}", hint) from error
+        correction = f"cannot listen there ({error.strerror}): give another --host or --port"
+        raise ConfigError("port", f"{settings.host}:{settings.port}", correction) from error
 
 
 def _learner(settings: TrainingServerSettings, model: Path) -> AdapterLearner:
@@ -171,15 +173,15 @@ def _learner(settings: TrainingServerSettings, model: Path) -> AdapterLearner:
 
 
 def _announced(settings: TrainingServerSettings, server: RunningTrainingServer) -> list[str]:
-    key = "key: none; everybody who reaches this address may train: a client gives any key that begins with tml-"
+    key_line = "key: none; everybody who reaches this address may train: a client gives any key that begins with tml-"
     if server.key is not None:
-        key = (
+        key_line = (
             f"key: export TINKER_API_KEY={server.key if settings.key_variable is None else f'${settings.key_variable}'}"
         )
     return [
         f"model: {settings.model}; state: {settings.state}",
         f"a client: export TINKER_BASE_URL={server.url}",
-        key,
+        key_line,
         server.url,
     ]
 
@@ -191,30 +193,30 @@ def _key(settings: TrainingServerSettings, folder: Path) -> str | None:
             raise UsageError("--no-key and --api-key-env: give one of them")
         return None
     if settings.key_variable is not None:
-        key = os.environ.get(settings.key_variable, "")
-        if not key.startswith((_PREFIX, "eyJ")):
-            hint = f"it has to begin with {_PREFIX}, or the tinker client will not send it"
-            raise UsageError(f"--api-key-env {settings.key_variable}: export a key there; {hint}")
-        return key
-    file = folder / "key"
-    if not file.is_file():
-        draft = folder / f".key.{secrets.token_hex(4)}"
-        draft.touch(mode=0o600)
-        draft.write_text(f"{_PREFIX}{secrets.token_urlsafe(24)}")
+        server_key = os.environ.get(settings.key_variable, "")
+        if not server_key.startswith((_PREFIX, "eyJ")):
+            correction = f"it has to begin with {_PREFIX}, or the tinker client will not send it"
+            raise UsageError(f"--api-key-env {settings.key_variable}: export a key there; {correction}")
+        return server_key
+    key_file = folder / "key"
+    if not key_file.is_file():
+        draft_file = folder / f".key.{secrets.token_hex(4)}"
+        draft_file.touch(mode=0o600)
+        draft_file.write_text(f"{_PREFIX}{secrets.token_urlsafe(24)}")
         # Renamed into place, so that a second process never reads half a key; and made with mode 0600 before anything
         # is in it.
-        draft.rename(file)
-    return file.read_text()
+        draft_file.rename(key_file)
+    return key_file.read_text()
 
 
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
     """Hold the folder. Raises UsageError if another server does."""
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("w") as lock_file:
         try:
             # A lock of the kernel and no file with a process id: it goes with its process, so that a server which was
             # killed leaves nothing that somebody has to remove.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(f"--state {str(folder)!r}: another server has it: end that one, or give another") from None
         yield
