@@ -45,34 +45,42 @@ def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
         "clip": alarms.clip_above,
     }
     raised_alarms: list[Raised] = []
-    for name, (metric, side, meaning) in WATCHED.items():
-        value, threshold = row.get(metric), thresholds[name]
+    for alarm_name, (metric, limit_side, meaning) in WATCHED.items():
+        measured, threshold = row.get(metric), thresholds[alarm_name]
         # A value that is not finite raises no threshold alarm: comparisons with NaN are false on both sides, so it
         # would pass for healthy. The loop over `_NUMBERS` below names it as what it is.
-        if value is None or threshold is None or not math.isfinite(value):
+        if measured is None or threshold is None or not math.isfinite(measured):
             continue
-        if value > threshold if side == "above" else value < threshold:
-            text = f"{metric} = {value:.4g} ({meaning}) is {side} alarms.{name}_{side} = {threshold:g}"
-            raised_alarms.append(Raised(name, alarms.action(name), text))
-    if skipped := row.get("skipped_updates"):
-        text = f"skipped_updates = {skipped}: their gradient was not finite"
-        raised_alarms.append(Raised("non_finite", alarms.action("non_finite"), text))
+        if measured > threshold if limit_side == "above" else measured < threshold:
+            limit_text = f"alarms.{alarm_name}_{limit_side} = {threshold:g}"
+            alarm_text = f"{metric} = {measured:.4g} ({meaning}) is {limit_side} {limit_text}"
+            raised_alarms.append(Raised(alarm_name, alarms.action(alarm_name), alarm_text))
+    if skipped_updates := row.get("skipped_updates"):
+        alarm_text = f"skipped_updates = {skipped_updates}: their gradient was not finite"
+        raised_alarms.append(Raised("non_finite", alarms.action("non_finite"), alarm_text))
     routing: Mapping[str, Any] | None = row.get("routing")
-    if routing is not None and (missing := routing["missing"]):
-        text = f"routing.missing = {missing}: tokens without journaled experts, whose experts the learner chose itself"
-        raised_alarms.append(Raised("routing", alarms.action("routing"), text))
+    if routing is not None and (missing_count := routing["missing"]):
+        missing_text = "tokens without journaled experts, whose experts the learner chose itself"
+        alarm_text = f"routing.missing = {missing_count}: {missing_text}"
+        raised_alarms.append(Raised("routing", alarms.action("routing"), alarm_text))
     for metric in _NUMBERS:
-        value = row.get(metric)
-        if value is not None and not math.isfinite(value):
-            raised_alarms.append(Raised("non_finite", alarms.action("non_finite"), f"{metric} = {value} is not finite"))
+        measured = row.get(metric)
+        if measured is not None and not math.isfinite(measured):
+            raised_alarms.append(
+                Raised("non_finite", alarms.action("non_finite"), f"{metric} = {measured} is not finite")
+            )
     return raised_alarms
 
 
 def advice(alarms: Sequence[Raised], path: object) -> str:
     """One line for a run that alarms ended: why, and what to type next."""
     problems = "; ".join(alarm.text for alarm in alarms)
-    typed = " ".join(f"--set alarms.actions.{name}=warn" for name in dict.fromkeys(alarm.name for alarm in alarms))
-    return f"{problems}: the run is saved; to go on with a warning only, agentrl train --resume {path} {typed}"
+    override_options = " ".join(
+        f"--set alarms.actions.{alarm_name}=warn" for alarm_name in dict.fromkeys(alarm.name for alarm in alarms)
+    )
+    return (
+        f"{problems}: the run is saved; to go on with a warning only, agentrl train --resume {path} {override_options}"
+    )
 
 
 CALM_STEPS = 10  # enough that a bound does not swing with the alarm that lowers it
@@ -122,9 +130,9 @@ class NoSignal:
     advice: str
 
     def __str__(self) -> str:
-        count = "in the last step" if self.steps == 1 else f"in the last {self.steps} steps"
-        when = f" {count}" if self.steps else ", as no step was trained"
-        return f"nothing learned{when}: {self.cause}. Try: {self.advice}"
+        steps_text = "in the last step" if self.steps == 1 else f"in the last {self.steps} steps"
+        when_text = f" {steps_text}" if self.steps else ", as no step was trained"
+        return f"nothing learned{when_text}: {self.cause}. Try: {self.advice}"
 
 
 def moved(row: Mapping[str, Any]) -> bool:
@@ -138,23 +146,23 @@ def no_signal(rows: Sequence[Mapping[str, Any]], patience: int = PATIENCE, *, sk
     if not rows and skipped:
         advice = "tasks that are sometimes solved, a larger rollout.group_size, or buffer.skip_without_signal = false"
         return NoSignal(0, f"in each of {skipped} groups all members earned the same", advice)
-    idle = list(takewhile(lambda row: not moved(row), reversed(rows)))
-    return NoSignal(len(idle), *_why(idle)) if idle and len(idle) >= patience else None
+    idle_rows = list(takewhile(lambda row: not moved(row), reversed(rows)))
+    return NoSignal(len(idle_rows), *_why(idle_rows)) if idle_rows and len(idle_rows) >= patience else None
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """The likely cause and a remedy; the most certain causes are checked first."""
 
     def total(name: str) -> int:
-        return sum(row[name] for row in rows)
+        return sum(step_row[name] for step_row in rows)
 
-    episodes, groups = total("episodes"), total("group_count")
+    episode_count, group_count = total("episodes"), total("group_count")
     # The order of these cases is the point: each is a cause of the ones below it. Without scored tokens there is
     # nothing to compare, with one episode a group there are no siblings, and so on; the first that holds is the one to
     # fix.
-    if any(row["updated"] for row in rows):
+    if any(step_row["updated"] for step_row in rows):
         return "the gradient was zero although advantages were not", "check train.lr, algo.clip_low and algo.clip_high"
-    if not episodes and total("episodes_left_out"):
+    if not episode_count and total("episodes_left_out"):
         return (
             "every episode failed through no doing of the policy",
             "read what failed in the run's logs folder, and run agentrl doctor",
@@ -163,27 +171,30 @@ def _why(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         if total("tokens_stale"):
             return "every token was older than buffer.max_lag", "raise it, or lower rollout.max_running"
         return "no token was sampled by the policy", "agentrl play ENV shows what an episode looks like"
-    if episodes <= groups:
+    if episode_count <= group_count:
         return (
             "no group had two episodes to compare",
             "read why episodes failed in the run's logs folder, or raise rollout.group_size",
         )
-    lows, highs = ([row[name] for row in rows if row.get(name) is not None] for name in ("reward_min", "reward_max"))
-    if any((row.get("group_spread") or 0.0) > _NOISE for row in rows):
+    lowest_rewards, highest_rewards = (
+        [step_row[metric_name] for step_row in rows if step_row.get(metric_name) is not None]
+        for metric_name in ("reward_min", "reward_max")
+    )
+    if any((step_row.get("group_spread") or 0.0) > _NOISE for step_row in rows):
         return (
             "episodes of one group earned differently, but not by what advantages count",
             "algo.process_weight=1 counts step rewards; without them only outcomes that differ within a group teach",
         )
-    if not lows or max(highs) - min(lows) > _NOISE:
+    if not lowest_rewards or max(highest_rewards) - min(lowest_rewards) > _NOISE:
         return (
-            "episodes of one group always earned the same" + (", only tasks differed" if lows else ""),
+            "episodes of one group always earned the same" + (", only tasks differed" if lowest_rewards else ""),
             "raise rollout.group_size or rollout.temperature, or take tasks that are sometimes solved ([curriculum])",
         )
-    successes = [row["success_mean"] for row in rows if row["success_mean"] is not None]
+    successes = [step_row["success_mean"] for step_row in rows if step_row["success_mean"] is not None]
     if successes and min(successes) == 1:
         return "every episode succeeded", "take harder tasks: the model can do these"
     return (
-        f"every episode earned the same, {lows[0]:g}",
+        f"every episode earned the same, {lowest_rewards[0]:g}",
         "agentrl validate ENV (does a right answer earn more?), agentrl play ENV (is it doable?), easier tasks, "
         "rewards on the way, a larger rollout.max_turns or rollout.max_tokens_per_turn, a stronger model",
     )

@@ -37,37 +37,43 @@ def reference_of(thing: Callable[..., Any], out: Path) -> str:
     """The reference under which workers import `thing`: its own, or that of `OUT.NAME.py`, which is written, if a
     notebook, a prompt or a script that trains as it is imported defines it. Raises UsageError for what no file can
     hold, with the reason."""
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None)
-    if getattr(thing, "__module__", None) != "__main__" or (script is not None and not _trains_at_import(Path(script))):
+    main_module = sys.modules.get("__main__")
+    script_path = getattr(main_module, "__file__", None)
+    if getattr(thing, "__module__", None) != "__main__" or (
+        script_path is not None and not _trains_at_import(Path(script_path))
+    ):
         return registry.reference_of(thing)
-    name = getattr(thing, "__qualname__", "")
-    if not name.isidentifier():  # a lambda, a closure, a method
+    thing_name = getattr(thing, "__qualname__", "")
+    if not thing_name.isidentifier():  # a lambda, a closure, a method
         return registry.reference_of(thing)
-    file = out.with_name(f"{out.name}.{name}.py").resolve()
-    parts = _Parts(vars(main), "notebook" if script is None else "script")
+    module_file = out.with_name(f"{out.name}.{thing_name}.py").resolve()
+    source_parts = _Parts(vars(main_module), "notebook" if script_path is None else "script")
     try:
-        parts.add(name, thing)
+        source_parts.add(thing_name, thing)
     except UsageError as error:
-        if script is None:
+        if script_path is None:
             raise
         raise UsageError(f'{error}; or put what trains under if __name__ == "__main__":') from None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lines = ["from __future__ import annotations", *parts.imports, "", *parts.definitions]
-    if script is not None:  # its neighbours can be imported, as it can itself
-        lines[1:1] = ["import sys", f"sys.path.append({str(Path(script).resolve().parent)!r})"]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{file}:{name}"
+    module_file.parent.mkdir(parents=True, exist_ok=True)
+    source_lines = ["from __future__ import annotations", *source_parts.imports, "", *source_parts.definitions]
+    if script_path is not None:  # its neighbours can be imported, as it can itself
+        source_lines[1:1] = ["import sys", f"sys.path.append({str(Path(script_path).resolve().parent)!r})"]
+    module_file.write_text("\n".join(source_lines) + "\n", encoding="utf-8")
+    return f"{module_file}:{thing_name}"
 
 
 def _trains_at_import(script: Path) -> bool:
     """Whether no `if __name__ == …` at its top keeps a script from doing all of its work when it is imported."""
     try:
-        body = ast.parse(script.read_text(encoding="utf-8")).body
+        statements = ast.parse(script.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):  # no source: nothing but an import can be tried
         return False
-    tests = [ast.walk(node.test) for node in body if isinstance(node, ast.If)]
-    return not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in test)
+    test_walks = [ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If)]
+    return not any(
+        isinstance(test_node, ast.Name) and test_node.id == "__name__"
+        for test_walk in test_walks
+        for test_node in test_walk
+    )
 
 
 class _Parts:
@@ -98,28 +104,38 @@ class _Parts:
         elif _is_plain(value):
             self.definitions.append(f"{name} = {value!r}")
         else:
-            hint = "put it and what needs it into a file, and import that"
-            raise UsageError(f"{name!r} of the {self._where} is a {type(value).__name__}, which no source says: {hint}")
+            correction = "put it and what needs it into a file, and import that"
+            raise UsageError(
+                f"{name!r} of the {self._where} is a {type(value).__name__}, which no source says: {correction}"
+            )
 
     def _source(self, name: str, value: Any) -> None:
         if value.__qualname__ != name:
             raise UsageError(f"{name!r} of the {self._where} is {value.__qualname__!r} by another name: use one name")
-        source = _source_of(value)
-        if source is None:
+        source_text = _source_of(value)
+        if source_text is None:
             raise UsageError(f"{name!r} is defined interactively, and its source is not known: put it into a file")
         # The names that the source uses, followed one by one, instead of the whole notebook: its other cells train,
         # plot or read files, and none of that may happen in a worker. Pickling the function (cloudpickle) would carry
         # values along that no reader of the run's folder could see, and breaks between Python versions.
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Name) and node.id in self._names and not hasattr(builtins, node.id):
-                self.add(node.id, self._names[node.id])
-        self.definitions.append(source)
+        for source_node in ast.walk(ast.parse(source_text)):
+            if (
+                isinstance(source_node, ast.Name)
+                and source_node.id in self._names
+                and not hasattr(builtins, source_node.id)
+            ):
+                self.add(source_node.id, self._names[source_node.id])
+        self.definitions.append(source_text)
 
     @staticmethod
     def _importable(value: Any) -> bool:
-        module = sys.modules.get(getattr(value, "__module__", None) or "")
-        name = getattr(value, "__qualname__", "")
-        return isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is value
+        home_module = sys.modules.get(getattr(value, "__module__", None) or "")
+        qualified_name = getattr(value, "__qualname__", "")
+        return (
+            isinstance(qualified_name, str)
+            and qualified_name.isidentifier()
+            and getattr(home_module, qualified_name, None) is value
+        )
 
 
 def _source_of(value: Any) -> str | None:
@@ -130,13 +146,13 @@ def _source_of(value: Any) -> str | None:
             return textwrap.dedent(inspect.getsource(value))
         except (OSError, TypeError):
             return None
-    for cell in reversed([name for name in linecache.cache if not Path(name).is_file()]):
-        lines = linecache.getlines(cell)
+    for cell_name in reversed([cached_name for cached_name in linecache.cache if not Path(cached_name).is_file()]):
+        cell_lines = linecache.getlines(cell_name)
         with suppress(SyntaxError):
-            for node in reversed(ast.parse("".join(lines)).body):
-                if isinstance(node, ast.ClassDef) and node.name == value.__name__:
-                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                    return "".join(lines[first - 1 : node.end_lineno])
+            for statement in reversed(ast.parse("".join(cell_lines)).body):
+                if isinstance(statement, ast.ClassDef) and statement.name == value.__name__:
+                    first_line = min([statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)])
+                    return "".join(cell_lines[first_line - 1 : statement.end_lineno])
     return None
 
 
@@ -182,18 +198,25 @@ def document_of(
 
     Raises UsageError for rows that JSON cannot carry, for functions that another process cannot import, and for tools
     without type hints or a docstring."""
-    rewards = [each if isinstance(each, str) else reference_of(each, out) for each in _listed(reward_funcs)]
-    env = dict(cast("Mapping[str, Any]", user_sections.get("env", {})))
-    kwargs: dict[str, Any] = dict(env.get("kwargs", {}))
+    reward_references = [
+        listed_entry if isinstance(listed_entry, str) else reference_of(listed_entry, out)
+        for listed_entry in _listed(reward_funcs)
+    ]
+    env_section = dict(cast("Mapping[str, Any]", user_sections.get("env", {})))
+    env_kwargs: dict[str, Any] = dict(env_section.get("kwargs", {}))
     if trl_class is not None:
         class_kwargs = {"env": trl_class} if trl_class else {}
-        kwargs = {**class_kwargs, **({"reward_funcs": rewards} if rewards else {}), **kwargs}
-        id = TRL_ID
+        env_kwargs = {
+            **class_kwargs,
+            **({"reward_funcs": reward_references} if reward_references else {}),
+            **env_kwargs,
+        }
+        env_id = TRL_ID
     else:
-        references = [_tool_reference(each, out) for each in _listed(tools)]
-        kwargs = {"rewards": rewards, **({"tools": references} if references else {}), **kwargs}
-        id = TOOLS_ID if "tools" in kwargs else ID
-    document = {**user_sections, "env": {**env, "id": id, "kwargs": kwargs}}
+        references = [_tool_reference(listed_entry, out) for listed_entry in _listed(tools)]
+        env_kwargs = {"rewards": reward_references, **({"tools": references} if references else {}), **env_kwargs}
+        env_id = TOOLS_ID if "tools" in env_kwargs else ID
+    document = {**user_sections, "env": {**env_section, "id": env_id, "kwargs": env_kwargs}}
     if "tasks" not in user_sections:
         document["tasks"] = [{"rows": _file(dataset, out, "train")}]
     if eval_dataset is not None:
@@ -221,51 +244,67 @@ def _tool_reference(tool: Callable[..., Any] | str, out: Path) -> str:
 def _file(rows: Rows, out: Path, kind: str) -> str:
     if isinstance(rows, str | Path):
         return str(rows) if str(rows).startswith("hf:") else str(Path(rows).resolve())
-    file = out.with_name(f"{out.name}.{kind}.jsonl")
-    lines: list[str] = []
-    for number, row in enumerate(rows):
+    rows_file = out.with_name(f"{out.name}.{kind}.jsonl")
+    json_lines: list[str] = []
+    for row_number, data_row in enumerate(rows):
         try:
-            lines.append(json.dumps(dict(row), allow_nan=False))
+            json_lines.append(json.dumps(dict(data_row), allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"row {number} of the data set is nothing that JSON can carry: {error}") from error
-    if not lines:
+            raise UsageError(f"row {row_number} of the data set is nothing that JSON can carry: {error}") from error
+    if not json_lines:
         raise UsageError("the data set has no rows: give one with at least one")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(file.resolve())
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
+    rows_file.write_text("\n".join(json_lines) + "\n", encoding="utf-8")
+    return str(rows_file.resolve())
 
 
 def write_run_file(document: Mapping[str, Any], file: Path) -> None:
     """The document as a run file. TOML has no null: what is None is left out."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    objects = {key: value.model_dump(mode="json") for key, value in document.items() if isinstance(value, BaseModel)}
-    values = {key: value for key, value in {**document, **objects}.items() if value is not None}
-    plain = [f"{key} = {_toml(value)}" for key, value in values.items() if not _is_table(value)]
-    tables: list[str] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            tables += ["", f"[{key}]", *_lines(cast("dict[str, Any]", value))]
-        elif _is_table(value):
-            for each in cast("list[dict[str, Any]]", value):
-                tables += ["", f"[[{key}]]", *_lines(each)]
-    file.write_text("\n".join([*plain, *tables]) + "\n", encoding="utf-8")
+    dumped_models = {
+        top_key: top_value.model_dump(mode="json")
+        for top_key, top_value in document.items()
+        if isinstance(top_value, BaseModel)
+    }
+    top_values = {
+        top_key: top_value for top_key, top_value in {**document, **dumped_models}.items() if top_value is not None
+    }
+    plain_lines = [
+        f"{top_key} = {_toml(top_value)}" for top_key, top_value in top_values.items() if not _is_table(top_value)
+    ]
+    table_lines: list[str] = []
+    for top_key, top_value in top_values.items():
+        if isinstance(top_value, dict):
+            table_lines += ["", f"[{top_key}]", *_lines(cast("dict[str, Any]", top_value))]
+        elif _is_table(top_value):
+            for table_entry in cast("list[dict[str, Any]]", top_value):
+                table_lines += ["", f"[[{top_key}]]", *_lines(table_entry)]
+    file.write_text("\n".join([*plain_lines, *table_lines]) + "\n", encoding="utf-8")
 
 
 def _is_table(value: Any) -> bool:
-    items = cast("list[Any]", value)
-    return isinstance(value, dict) or (isinstance(value, list) and bool(items) and isinstance(items[0], dict))
+    list_items = cast("list[Any]", value)
+    return isinstance(value, dict) or (isinstance(value, list) and bool(list_items) and isinstance(list_items[0], dict))
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items() if value is not None]
+    return [
+        f"{json.dumps(table_key)} = {_toml(table_value)}"
+        for table_key, table_value in table.items()
+        if table_value is not None
+    ]
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        table = cast("dict[str, Any]", value)
-        inner = ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in table.items() if each is not None)
-        return f"{{ {inner} }}"
+        inline_table = cast("dict[str, Any]", value)
+        inner_text = ", ".join(
+            f"{json.dumps(table_key)} = {_toml(nested_value)}"
+            for table_key, nested_value in inline_table.items()
+            if nested_value is not None
+        )
+        return f"{{ {inner_text} }}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(each) for each in cast('Sequence[Any]', value))}]"
+        return f"[{', '.join(_toml(nested_value) for nested_value in cast('Sequence[Any]', value))}]"
     # TOML's texts are JSON's, but that it knows no pairs of surrogates, and no DEL as it is
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

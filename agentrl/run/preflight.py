@@ -55,27 +55,29 @@ def check_limits(config: RunConfig) -> None:
     """Compare settings with what model and machine have. Raises ConfigError."""
     positions = _positions(model_dir(config.model))
     if positions is not None and config.rollout.max_context > positions:
-        hint = f"the model {config.model!r} has {positions} positions: give at most that"
-        raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
-    compacts = config.rollout.compaction
-    if compacts is not None and compacts.how != compaction.SUMMARY:
-        compaction.shortener(compacts)
+        correction = f"the model {config.model!r} has {positions} positions: give at most that"
+        raise ConfigError("rollout.max_context", config.rollout.max_context, correction)
+    compaction_settings = config.rollout.compaction
+    if compaction_settings is not None and compaction_settings.how != compaction.SUMMARY:
+        compaction.shortener(compaction_settings)
     if config.env.reward:
         _check_rewarder("env.reward", config.env.reward)
-    for number, source in enumerate(config.rewards):
-        if source.call is not None:
-            _check_rewarder(f"rewards.{number}.call", source.call)
+    for source_number, reward_source in enumerate(config.rewards):
+        if reward_source.call is not None:
+            _check_rewarder(f"rewards.{source_number}.call", reward_source.call)
     if config.cluster.on_ray:  # other machines play and learn
         return
     if config.train.device != "cpu" and Machine.seen().gpus == 0:
-        hint = "torch sees no GPU here: give 'cpu', or install a torch that was built for this machine's GPU"
-        raise ConfigError("train.device", config.train.device, hint)
+        correction = "torch sees no GPU here: give 'cpu', or install a torch that was built for this machine's GPU"
+        raise ConfigError("train.device", config.train.device, correction)
     free_mb = free_memory_bytes() / (1 << 20)
-    for name, each_mb in (("workers", _WORKER_MB), ("max_running", _EPISODE_MB)):
-        value = getattr(config.rollout, name)
-        if value * each_mb > free_mb:
-            hint = f"each takes about {each_mb:g} MB of memory, and {free_mb / 1024:.1f} GB are free: give at most "
-            raise ConfigError(f"rollout.{name}", value, hint + str(max(1, int(free_mb / each_mb))))
+    for limit_name, each_mb in (("workers", _WORKER_MB), ("max_running", _EPISODE_MB)):
+        limit_value = getattr(config.rollout, limit_name)
+        if limit_value * each_mb > free_mb:
+            correction = (
+                f"each takes about {each_mb:g} MB of memory, and {free_mb / 1024:.1f} GB are free: give at most "
+            )
+            raise ConfigError(f"rollout.{limit_name}", limit_value, correction + str(max(1, int(free_mb / each_mb))))
 
 
 def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float = _DEADLINE_S) -> None:
@@ -84,38 +86,38 @@ def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float
     have what this machine lacks."""
     if config.cluster.on_ray:
         return
-    path = os.pathsep.join(entry for entry in sys.path if entry)
+    python_path = os.pathsep.join(path_entry for path_entry in sys.path if path_entry)
     # A process of its own: a reset runs the user's code, which may exit, hang or take memory, and imports what a
     # supervisor must not have loaded. Its own process group, so that whatever the environment has started ends with it.
-    process = subprocess.Popen(
+    check_process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(min(task_s, config.rollout.step_deadline_s))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+        env={**os.environ, "PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"},
         process_group=0,
     )
     try:
-        output, trouble = process.communicate(configuration.to_json(config), timeout=deadline_s)
+        findings_text, stderr_text = check_process.communicate(configuration.to_json(config), timeout=deadline_s)
     except subprocess.TimeoutExpired:
         _warn(f"no task could be reset within {deadline_s:g} s: the run starts without this check")
         return
     finally:
-        kill_group(process.pid)
-        process.communicate()
-    if process.returncode:
-        last = (trouble.strip().splitlines() or ["no output"])[-1]
-        raise UsageError(f"a worker could not start: it ended with status {process.returncode} ({last})")
-    errors: list[str] = []
-    for line in output.splitlines():
-        kind, _, text = line.partition(" ")
-        if kind == "warning":
-            _warn(text)
-        elif kind == "error":
-            errors.append(text)
-    if errors:
-        raise UsageError(errors[0])
+        kill_group(check_process.pid)
+        check_process.communicate()
+    if check_process.returncode:
+        last_line = (stderr_text.strip().splitlines() or ["no output"])[-1]
+        raise UsageError(f"a worker could not start: it ended with status {check_process.returncode} ({last_line})")
+    error_texts: list[str] = []
+    for finding_line in findings_text.splitlines():
+        finding_kind, _, finding_text = finding_line.partition(" ")
+        if finding_kind == "warning":
+            _warn(finding_text)
+        elif finding_kind == "error":
+            error_texts.append(finding_text)
+    if error_texts:
+        raise UsageError(error_texts[0])
 
 
 def _warn(text: str) -> None:
@@ -129,8 +131,10 @@ def _check_rewarder(field: str, reference: str) -> None:
         try:
             inspect.signature(function).bind(object())
         except TypeError:
-            hint = f"takes {inspect.signature(function)}: give a function of one argument (see docs/how-to/rewards.md)"
-            raise ConfigError(field, reference, hint) from None
+            correction = (
+                f"takes {inspect.signature(function)}: give a function of one argument (see docs/how-to/rewards.md)"
+            )
+            raise ConfigError(field, reference, correction) from None
 
 
 def _positions(folder: Path) -> int | None:
@@ -140,10 +144,10 @@ def _positions(folder: Path) -> int | None:
     positions: Any = described.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
-    scaling: dict[str, Any] = described.get("rope_scaling") or described.get("rope_parameters") or {}
-    factor = scaling.get("factor")
-    if isinstance(factor, int | float):
-        return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
+    rope_scaling: dict[str, Any] = described.get("rope_scaling") or described.get("rope_parameters") or {}
+    scale_factor = rope_scaling.get("factor")
+    if isinstance(scale_factor, int | float):
+        return max(positions, int(scale_factor * rope_scaling.get("original_max_position_embeddings", positions)))
     return positions
 
 
@@ -154,10 +158,10 @@ def main(task_s: float) -> None:
     """Read a configuration; write a line for each finding."""
     answers_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an environment prints is no finding
-    config = configuration.from_json(sys.stdin.read())
-    renderer = renderer_of(config)
-    for kind, text in trio.run(_findings, config, renderer, task_s, clock=HostClock()):
-        answers_to.write(f"{kind} {' '.join(text.split())}\n")
+    run_config = configuration.from_json(sys.stdin.read())
+    renderer = renderer_of(run_config)
+    for finding_kind, finding_text in trio.run(_findings, run_config, renderer, task_s, clock=HostClock()):
+        answers_to.write(f"{finding_kind} {' '.join(finding_text.split())}\n")
     answers_to.flush()
     os._exit(0)  # threads of an environment may hang
 
@@ -165,28 +169,32 @@ def main(task_s: float) -> None:
 async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> list[tuple[str, str]]:
     shared_backend.configure(config.sandbox.arguments())
     findings: list[tuple[str, str]] = []
-    for source in config.rewards:
-        if source.measure == "tests":
+    for reward_source in config.rewards:
+        if reward_source.measure == "tests":
             try:
                 with trio.move_on_after(task_s):
-                    await BoxTests(source, _no_artifacts).check()
+                    await BoxTests(reward_source, _no_artifacts).check()
             except AgentRLError as error:
-                findings.append(("error", f"reward source {source.source!r}: {error}"))
-    for tasks in _sources(config):
+                findings.append(("error", f"reward source {reward_source.source!r}: {error}"))
+    for candidate_tasks in _sources(config):
         failures: list[str] = []
-        for task in tasks:
+        for candidate_task in candidate_tasks:
             try:
-                with trio.move_on_after(task_s) as scope:
-                    await _played(config, renderer, task)
+                with trio.move_on_after(task_s) as cancel_scope:
+                    await _played(config, renderer, candidate_task)
             except AgentRLError as error:
                 failures.append(one_line(error) if isinstance(error, InfrastructureError) else str(error))
                 continue
-            if scope.cancelled_caught:
-                findings.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
+            if cancel_scope.cancelled_caught:
+                findings.append(
+                    ("warning", f"{candidate_task.env}, seed {candidate_task.seed}, was not reset within {task_s:g} s")
+                )
             # One task that works is enough for its source: the aim is to find what is broken for all. A broken row of a
             # thousand is found, and named, while the run goes on.
             break
-        findings += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
+        findings += [
+            ("error" if len(failures) == len(candidate_tasks) else "warning", failure_text) for failure_text in failures
+        ]
     return findings
 
 
@@ -196,41 +204,46 @@ async def _no_artifacts(_: str) -> None:
 
 def _sources(config: RunConfig) -> Iterator[list[Task]]:
     """The first tasks of each source that the run does not skip; seeds of one environment are one source."""
-    skipped = config.rollout.skip_tasks
-    training = source_tasks(config, _TASKS + len(skipped))
-    remaining = [[task for task in tasks if not skips(task, skipped)][:_TASKS] for tasks in training]
-    held_out = [evaluation.tasks_of(config, each, min(each.n, _TASKS)) for each in config.eval.sets]
-    seen: list[Task] = []
-    for tasks in filter(None, (*remaining, *held_out)):
-        first = replace(tasks[0], index=0, seed=0)
-        if first not in seen:
-            seen.append(first)
-            yield tasks
+    skipped_ids = config.rollout.skip_tasks
+    training_tasks = source_tasks(config, _TASKS + len(skipped_ids))
+    remaining = [
+        [listed_task for listed_task in listed_tasks if not skips(listed_task, skipped_ids)][:_TASKS]
+        for listed_tasks in training_tasks
+    ]
+    held_out = [evaluation.tasks_of(config, eval_set, min(eval_set.n, _TASKS)) for eval_set in config.eval.sets]
+    seen_tasks: list[Task] = []
+    for listed_tasks in filter(None, (*remaining, *held_out)):
+        first_task = replace(listed_tasks[0], index=0, seed=0)
+        if first_task not in seen_tasks:
+            seen_tasks.append(first_task)
+            yield listed_tasks
 
 
 async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
     """Reset a task, render it; one answer is judged if the environment is of rows."""
-    guard = EnvCalls(task.env, _DEADLINE_S)  # the caller's deadline comes first
-    env: AsyncEnv = await guard("make", partial(_called, partial(_made, task)))
+    env_calls = EnvCalls(task.env, _DEADLINE_S)  # the caller's deadline comes first
+    environment: AsyncEnv = await env_calls("make", partial(_called, partial(_made, task)))
     try:
-        reason = str(getattr(getattr(env, "unwrapped", env), "unrewarded", ""))
-        if reason and not config.env.reward and not config.rewards:
-            raise UsageError(reason)
-        prepare(env, config.rollout)
-        start = await guard("reset", lambda: step_results.start(env, task, config.rollout.observation_bytes))
-        schemas = await guard("tool_schemas", partial(_called, env.tool_schemas))
-        prompt = partial(renderer.start, tools=schemas)
-        ids = await rendered(prompt, start.observation, schemas, env=task.env, acted=False)
-        if len(ids) >= config.rollout.max_context:
-            hint = f"the prompt of {task.env}, seed {task.seed}, has {len(ids)} tokens: give more"
-            raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
+        refusal = str(getattr(getattr(environment, "unwrapped", environment), "unrewarded", ""))
+        if refusal and not config.env.reward and not config.rewards:
+            raise UsageError(refusal)
+        prepare(environment, config.rollout)
+        start_result = await env_calls(
+            "reset", lambda: step_results.start(environment, task, config.rollout.observation_bytes)
+        )
+        tool_schemas = await env_calls("tool_schemas", partial(_called, environment.tool_schemas))
+        render_prompt = partial(renderer.start, tools=tool_schemas)
+        prompt_ids = await rendered(render_prompt, start_result.observation, tool_schemas, env=task.env, acted=False)
+        if len(prompt_ids) >= config.rollout.max_context:
+            correction = f"the prompt of {task.env}, seed {task.seed}, has {len(prompt_ids)} tokens: give more"
+            raise ConfigError("rollout.max_context", config.rollout.max_context, correction)
         if task.env in dataset_env.IDS:
             # Any answer will do: a reward function that lacks a column, or returns a string, fails at the first one it
             # judges.
-            await guard("step", lambda: step_results.act(env, "42", task))
+            await env_calls("step", lambda: step_results.act(environment, "42", task))
     finally:
         with trio.move_on_after(5, shield=True):
-            await env.aclose()
+            await environment.aclose()
 
 
 def _made(task: Task) -> AsyncEnv:

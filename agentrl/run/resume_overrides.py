@@ -27,48 +27,53 @@ def change(run: RunDir, overrides: list[str]) -> None:
     UsageError while another process runs it."""
     # Both locks of a supervisor: the one in the folder keeps out this machine, the one in the database every other that
     # has the store by another path.
-    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
+    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as run_store:
         open_store.own(run.store_path)
-        before = run.config()
-        document = before.model_dump(mode="json")
+        earlier_config = run.config()
+        document = earlier_config.model_dump(mode="json")
         for override in overrides:
             configuration.apply_override(document, override)
-        config = configuration.parse(document)
-        differences, done = changes.changed(before, config), store.versions.current_version().step
-        if config.train.steps < done:
-            raise ConfigError("train.steps", config.train.steps, f"the run has done {done}: give as many or more")
-        if config.train.steps > before.train.steps:
-            _reopen(run, before, store)
-        keys = [override.partition("=")[0].strip() for override in overrides]
-        live_settings.note(store, differences, done + 1)
-        live_settings.forget(store, keys)
-        run.write_config(config, store)
-        engines = any(key in keys for key in ("engine.replicas", "engine.urls"))
-        scaling.forget(store, engines=engines, workers="rollout.workers" in keys)
+        new_config = configuration.parse(document)
+        differences, trained_steps = (
+            changes.changed(earlier_config, new_config),
+            run_store.versions.current_version().step,
+        )
+        if new_config.train.steps < trained_steps:
+            raise ConfigError(
+                "train.steps", new_config.train.steps, f"the run has done {trained_steps}: give as many or more"
+            )
+        if new_config.train.steps > earlier_config.train.steps:
+            _reopen(run, earlier_config, run_store)
+        setting_keys = [override.partition("=")[0].strip() for override in overrides]
+        live_settings.note(run_store, differences, trained_steps + 1)
+        live_settings.forget(run_store, setting_keys)
+        run.write_config(new_config, run_store)
+        changes_engines = any(setting_key in setting_keys for setting_key in ("engine.replicas", "engine.urls"))
+        scaling.forget(run_store, engines=changes_engines, workers="rollout.workers" in setting_keys)
 
 
 def reopen_stopped(run: RunDir) -> None:
     """Let a run that was stopped before its last step train on. Raises UsageError while another process runs it."""
-    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
+    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as run_store:
         open_store.own(run.store_path)
-        if STOPPED_EARLY.of(store.meta) is not None:
-            _reopen(run, run.config(), store)
+        if STOPPED_EARLY.of(run_store.meta) is not None:
+            _reopen(run, run.config(), run_store)
 
 
 def _reopen(run: RunDir, before: RunConfig, store: RunStore) -> None:
     """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
-    stopped = STOPPED_EARLY.of(store.meta)
-    done = store.versions.current_version().step if stopped else before.train.steps
-    started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
-    if started is not None and ended is not None:
+    early_reason = STOPPED_EARLY.of(store.meta)
+    trained_steps = store.versions.current_version().step if early_reason else before.train.steps
+    train_began_s, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
+    if train_began_s is not None and ended is not None:
         # As if training had just been interrupted: the report's time of training is then the sum of both parts, without
         # the week in between.
-        TRAIN_STARTED_S.set(store, time.time() - (ended - started))
+        TRAIN_STARTED_S.set(store, time.time() - (ended - train_began_s))
         TRAIN_ENDED_S.set(store, None)
     for held_out in before.eval.sets:
         ended = evaluation.label(held_out.name, "after")
-        store.groups.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
+        store.groups.rename_purpose(ended, evaluation.label(held_out.name, f"during@{trained_steps}"))
     if run.summary.exists():  # it describes the earlier end
-        run.summary.replace(run.path / f"summary-{done}.json")
-    if stopped:
+        run.summary.replace(run.path / f"summary-{trained_steps}.json")
+    if early_reason:
         STOPPED_EARLY.set(store, None)  # last: a crash before it does all of this again

@@ -51,91 +51,103 @@ def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], 
     """Asks the server of a source of kind `teacher`, or, with the url `policy`, the engines that `meta` names at the
     time, under the weights that they have then. Raises ConfigError for a prompt that the chat template has no place
     for."""
-    opened: dict[str, ScoringClient] = {}
+    open_clients: dict[str, ScoringClient] = {}
 
     async def clients() -> Sequence[ScoringClient]:
-        urls = [str(settings.url)]
+        server_urls = [str(settings.url)]
         if settings.url == POLICY:
-            urls = await ENGINE_URLS.awaited(meta)
-        for url in urls:
-            if url not in opened:
-                opened[url] = _client(config, settings, url)
-        return [opened[url] for url in urls]
+            server_urls = await ENGINE_URLS.awaited(meta)
+        for server_url in server_urls:
+            if server_url not in open_clients:
+                open_clients[server_url] = _client(config, settings, server_url)
+        return [open_clients[server_url] for server_url in server_urls]
 
-    prefix: tuple[int, ...] = ()
+    prompt_prefix: tuple[int, ...] = ()
     if settings.prompt is not None:
         try:
-            prefix = prefix_of(renderer_of(config), settings.prompt)
+            prompt_prefix = prefix_of(renderer_of(config), settings.prompt)
         except ModelError as error:
             raise ConfigError("rewards.prompt", settings.prompt, str(error)) from None
-    return Teacher(clients, prefix, frozenset(settings.envs))
+    return Teacher(clients, prompt_prefix, frozenset(settings.envs))
 
 
 def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
     """Raises ConfigError if a teacher teaches nothing, if there should be one and is none, or if a server that should
     teach has other tokens than the policy. `transport` takes the place of the network."""
-    served = [teacher for teacher in config.rewards if teacher.kind == "teacher"]
-    pupils = [(_field_of(config, env), config.algo_of(env), env) for env in config.environments]
-    for number, table in enumerate(config.roles):
-        if table.algo is not None:
-            pupils += [(f"roles.{number}.algo", table.algo, env) for env in config.environments]
-    teaches = [source for pupil in pupils for source in _teachers(*pupil, served)]
-    if idle := [teacher.source for teacher in served if teacher.source not in teaches]:
-        raise ConfigError("rewards.source", idle[0], "it teaches nothing: give algo.distil_weight")
-    if served and config.rollout.temperature != 1:
-        hint = "engines say how probable a token is at temperature 1: give 1, or algo.teacher"
-        raise ConfigError("rollout.temperature", config.rollout.temperature, hint)
-    for teacher in served:
+    served_teachers = [teacher for teacher in config.rewards if teacher.kind == "teacher"]
+    pupils = [
+        (_field_of(config, environment), config.algo_of(environment), environment)
+        for environment in config.environments
+    ]
+    for role_number, role_table in enumerate(config.roles):
+        if role_table.algo is not None:
+            pupils += [
+                (f"roles.{role_number}.algo", role_table.algo, environment) for environment in config.environments
+            ]
+    teaching_sources = [source_name for pupil in pupils for source_name in _teachers(*pupil, served_teachers)]
+    if idle_sources := [teacher.source for teacher in served_teachers if teacher.source not in teaching_sources]:
+        raise ConfigError("rewards.source", idle_sources[0], "it teaches nothing: give algo.distil_weight")
+    if served_teachers and config.rollout.temperature != 1:
+        correction = "engines say how probable a token is at temperature 1: give 1, or algo.teacher"
+        raise ConfigError("rollout.temperature", config.rollout.temperature, correction)
+    for teacher in served_teachers:
         teacher_of(config, _nobody, teacher)
         if teacher.url != POLICY:
             trio.run(_check_tokens, config, teacher, _client(config, teacher, str(teacher.url), transport))
         elif config.sends_adapters:
-            hint = "engines know an adapter by the name of its version: give engine.sync = 'full'"
-            raise ConfigError("rewards.url", POLICY, hint)
+            correction = "engines know an adapter by the name of its version: give engine.sync = 'full'"
+            raise ConfigError("rewards.url", POLICY, correction)
 
 
 def _field_of(config: RunConfig, env: str) -> str:
     """Return the field of the run file at which the algorithm of an environment stands."""
-    tables = enumerate(config.tasks)
-    numbers = (number for number, table in tables if table.algo is not None and (table.id or config.env.id) == env)
-    return next((f"tasks.{number}.algo" for number in numbers), "algo")
+    numbered_tables = enumerate(config.tasks)
+    table_numbers = (
+        table_number
+        for table_number, task_table in numbered_tables
+        if task_table.algo is not None and (task_table.id or config.env.id) == env
+    )
+    return next((f"tasks.{table_number}.algo" for table_number in table_numbers), "algo")
 
 
 def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSource]) -> list[str]:
     """The sources of kind `teacher` that an algorithm, which stands at `field`, learns from in an environment."""
-    weight, slots = getattr(algo, "distil_weight", 0.0), algo.slots
-    slot = slots.frozen.get("teacher") or slots.moving.get("teacher")
-    teachers = [teacher.source for teacher in served if not teacher.envs or env in teacher.envs]
-    if weight and slot is None and not teachers:
-        hint = f"nobody teaches: give {field}.teacher, or a [[rewards]] table with kind = 'teacher'"
-        raise ConfigError(f"{field}.distil_weight", weight, hint)
-    if teachers and slot is not None:
-        hint = f"[[rewards]] has the teacher {teachers[0]!r} of {env}: leave one out, or name its environments (`envs`)"
-        raise ConfigError(f"{field}.teacher", slot, hint)
-    return teachers if weight else []
+    distil_weight, model_slots = getattr(algo, "distil_weight", 0.0), algo.slots
+    teacher_slot = model_slots.frozen.get("teacher") or model_slots.moving.get("teacher")
+    teacher_names = [teacher.source for teacher in served if not teacher.envs or env in teacher.envs]
+    if distil_weight and teacher_slot is None and not teacher_names:
+        correction = f"nobody teaches: give {field}.teacher, or a [[rewards]] table with kind = 'teacher'"
+        raise ConfigError(f"{field}.distil_weight", distil_weight, correction)
+    if teacher_names and teacher_slot is not None:
+        named_teacher = f"the teacher {teacher_names[0]!r} of {env}"
+        correction = f"[[rewards]] has {named_teacher}: leave one out, or name its environments (`envs`)"
+        raise ConfigError(f"{field}.teacher", teacher_slot, correction)
+    return teacher_names if distil_weight else []
 
 
 async def _check_tokens(config: RunConfig, settings: RewardSource, client: ScoringClient) -> None:
-    folder = model_dir(config.model)
-    ours, size = Renderer(folder).tokens(_PROBE), vocabulary(folder)
+    model_folder = model_dir(config.model)
+    policy_tokens, vocabulary_size = Renderer(model_folder).tokens(_PROBE), vocabulary(model_folder)
     try:
         # The last id of the policy's vocabulary: a teacher with a smaller one refuses it here, and not in the first
         # turn that samples such a token.
-        await client.logprobs([0, ours[0] if size is None else size - 1])
+        await client.logprobs([0, policy_tokens[0] if vocabulary_size is None else vocabulary_size - 1])
     except AgentRLError as error:
-        hint = f"it does not say how probable the tokens of {config.model!r} are ({error})"
-        raise ConfigError("rewards.url", settings.url, hint) from None
+        correction = f"it does not say how probable the tokens of {config.model!r} are ({error})"
+        raise ConfigError("rewards.url", settings.url, correction) from None
     try:
-        theirs = await client.tokens(_PROBE)
+        teacher_tokens = await client.tokens(_PROBE)
     except (EngineTimeout, EngineUnavailable) as error:
         raise ConfigError("rewards.url", settings.url, str(error)) from None
     except AgentRLError:
         problem = f"does not say how it divides a text into tokens: is its tokenizer that of {config.model}?"
         print(f"agentrl: warning: {settings.url} {problem}", file=sys.stderr)
         return
-    if theirs != ours:
-        hint = f"it divides a text into other tokens than {config.model!r}: a teacher needs the policy's tokenizer"
-        raise ConfigError("rewards.url", settings.url, hint)
+    if teacher_tokens != policy_tokens:
+        correction = (
+            f"it divides a text into other tokens than {config.model!r}: a teacher needs the policy's tokenizer"
+        )
+        raise ConfigError("rewards.url", settings.url, correction)
 
 
 def _client(
@@ -161,20 +173,20 @@ def declare(config: RunConfig, store: RunStore) -> None:
     """Have training episodes wait for the sources of the run file.
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
-    for source in config.rewards:
-        rewarder_of(source, teacher_of=partial(teacher_of, config, _nobody))
+    for reward_source in config.rewards:
+        rewarder_of(reward_source, teacher_of=partial(teacher_of, config, _nobody))
     store.scores.declare_sources(
         [
             Source(
-                name=source.source,
+                name=reward_source.source,
                 version=_FIRST_VERSION,
                 # A teacher's score is a column of log-probs for the loss, not a reward: with a weight its mean would be
                 # added to every turn's reward as well.
-                weight=0.0 if source.kind == "teacher" else source.weight,
-                deadline_s=source.deadline_s,
-                late=source.late,
+                weight=0.0 if reward_source.kind == "teacher" else reward_source.weight,
+                deadline_s=reward_source.deadline_s,
+                late=reward_source.late,
             )
-            for source in config.rewards
+            for reward_source in config.rewards
         ]
     )
 
@@ -182,15 +194,15 @@ def declare(config: RunConfig, store: RunStore) -> None:
 async def serve(config: RunConfig, store: RewardStore) -> None:
     """Score turns by every source of the run until cancelled. Raises UsageError if a source cannot be imported."""
     async with trio.open_nursery() as nursery:
-        for settings in config.rewards:
-            teacher = partial(teacher_of, config, store.meta)
-            ask = rewarder_of(
-                settings,
+        for source_settings in config.rewards:
+            make_teacher = partial(teacher_of, config, store.meta)
+            rewarder = rewarder_of(
+                source_settings,
                 turn_tokens=config.rollout.max_tokens_per_turn,
                 artifacts_of=store.artifacts,
-                teacher_of=teacher,
+                teacher_of=make_teacher,
             )
-            nursery.start_soon(Scorer(settings, store, ask).serve)
+            nursery.start_soon(Scorer(source_settings, store, rewarder).serve)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,26 +223,30 @@ class SourceReport:
 
 def reports(store: RunStore) -> Iterator[SourceReport]:
     """One line for each version of each source."""
-    scores = store.scores.recorded()
-    for source, version in sorted({(score.source, score.version) for score in scores}):
-        matching = [score for score in scores if (score.source, score.version) == (source, version)]
-        values = [score.value for score in matching]
+    stored_scores = store.scores.recorded()
+    for source_name, version in sorted({(stored_score.source, stored_score.version) for stored_score in stored_scores}):
+        matching = [
+            stored_score
+            for stored_score in stored_scores
+            if (stored_score.source, stored_score.version) == (source_name, version)
+        ]
+        score_values = [stored_score.value for stored_score in matching]
         yield SourceReport(
-            source=source,
+            source=source_name,
             version=version,
             turns=len(matching),
-            counted=sum(score.counts for score in matching),
-            mean=fmean(values),
-            least=min(values),
-            most=max(values),
-            took_s=fmean(score.took_s for score in matching),
-            cost=sum(score.cost for score in matching),
+            counted=sum(stored_score.counts for stored_score in matching),
+            mean=fmean(score_values),
+            least=min(score_values),
+            most=max(score_values),
+            took_s=fmean(stored_score.took_s for stored_score in matching),
+            cost=sum(stored_score.cost for stored_score in matching),
         )
 
 
 def failures(store: RunStore) -> list[ScoreFailures]:
     """Return the failures of each source for which a call failed, as of at most 30 s ago."""
-    return totals(row.values for row in store.metrics.values(KIND, undone=True))
+    return totals(metric_row.values for metric_row in store.metrics.values(KIND, undone=True))
 
 
 _FIRST_VERSION = 1  # of the scores that training uses; `rescore` writes later ones beside them
@@ -241,26 +257,30 @@ def by_function(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     """The mean score of each of the environment's reward functions over what it judged in the `first` and in the `last`
     steps of a run, by the rows of its steps; and how many episodes it judged (`judged`), and did not judge in time
     (`late`), in all steps."""
-    by_name: dict[str, dict[str, float]] = {}
-    names = dict.fromkeys(name for row in steps for name in row.get("reward_functions") or ())
-    late = sum((Counter[str](row.get("reward_functions_late")) for row in steps), Counter[str]())
-    for name in names:
-        means = [
-            (row["reward_functions"][name], row["reward_functions_judged"][name])
-            for row in steps
-            if name in (row.get("reward_functions") or ())
+    figures_by_name: dict[str, dict[str, float]] = {}
+    function_names = dict.fromkeys(
+        function_name for step_row in steps for function_name in step_row.get("reward_functions") or ()
+    )
+    late_counts = sum((Counter[str](step_row.get("reward_functions_late")) for step_row in steps), Counter[str]())
+    for function_name in function_names:
+        step_means = [
+            (step_row["reward_functions"][function_name], step_row["reward_functions_judged"][function_name])
+            for step_row in steps
+            if function_name in (step_row.get("reward_functions") or ())
         ]
-        by_name[name] = {
-            "first": _weighted_mean(means[:_EDGE]),
-            "last": _weighted_mean(means[-_EDGE:]),
-            "judged": sum(count for _, count in means),
-            "late": late[name],
+        figures_by_name[function_name] = {
+            "first": _weighted_mean(step_means[:_EDGE]),
+            "last": _weighted_mean(step_means[-_EDGE:]),
+            "judged": sum(judged_count for _, judged_count in step_means),
+            "late": late_counts[function_name],
         }
-    return by_name
+    return figures_by_name
 
 
 def _weighted_mean(means: Sequence[tuple[float, int]]) -> float:
-    return sum(mean * count for mean, count in means) / sum(count for _, count in means)
+    return sum(step_mean * judged_count for step_mean, judged_count in means) / sum(
+        judged_count for _, judged_count in means
+    )
 
 
 async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int, int]:
@@ -268,37 +288,39 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     scores used in training stay. Returns that version, and the number of turns that the source could not score.
 
     Raises UsageError for a source that the run file does not name."""
-    settings = _named(config, source)
-    earlier_versions = [score.version for score in store.scores.recorded(source)]
-    version = max([_FIRST_VERSION, *earlier_versions]) + 1
+    source_settings = _named(config, source)
+    earlier_versions = [stored_score.version for stored_score in store.scores.recorded(source)]
+    new_version = max([_FIRST_VERSION, *earlier_versions]) + 1
     shared_backend.configure(config.sandbox.arguments())
-    desk = JournalWriter(store)
-    teacher = partial(teacher_of, config, desk.meta)
+    journal = JournalWriter(store)
+    make_teacher = partial(teacher_of, config, journal.meta)
     turn_tokens = config.rollout.max_tokens_per_turn
-    rewarder = rewarder_of(settings, turn_tokens=turn_tokens, artifacts_of=desk.artifacts, teacher_of=teacher)
-    scorer = Scorer(settings, desk, rewarder)
-    limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
+    rewarder = rewarder_of(
+        source_settings, turn_tokens=turn_tokens, artifacts_of=journal.artifacts, teacher_of=make_teacher
+    )
+    scorer = Scorer(source_settings, journal, rewarder)
+    limiter, failed_turns = trio.CapacityLimiter(source_settings.concurrency), 0
 
     async def score(turn: str) -> None:
-        nonlocal failed
+        nonlocal failed_turns
         async with limiter:
             try:
-                await scorer.score(turn, version=version)
+                await scorer.score(turn, version=new_version)
             except ScoreError:
-                failed += 1
+                failed_turns += 1
 
-    async with desk:
+    async with journal:
         for trajectory in store.reads.trajectories("train"):
             async with trio.open_nursery() as nursery:
-                for turn in trajectory.turns:
-                    if turn.learns and turn.step is not None:
-                        nursery.start_soon(score, turn.id)
-    return version, failed
+                for trained_turn in trajectory.turns:
+                    if trained_turn.learns and trained_turn.step is not None:
+                        nursery.start_soon(score, trained_turn.id)
+    return new_version, failed_turns
 
 
 def _named(config: RunConfig, source: str) -> RewardSource:
-    sources = [entry for entry in config.rewards if entry.source == source]
-    if not sources:
-        names = ", ".join(entry.source for entry in config.rewards) or "none"
-        raise UsageError(f"this run has no reward source {source!r}; it has: {names}")
-    return sources[0]
+    named_sources = [reward_source for reward_source in config.rewards if reward_source.source == source]
+    if not named_sources:
+        source_names = ", ".join(reward_source.source for reward_source in config.rewards) or "none"
+        raise UsageError(f"this run has no reward source {source!r}; it has: {source_names}")
+    return named_sources[0]

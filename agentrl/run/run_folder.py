@@ -55,8 +55,8 @@ class RunDir:
 
     @property
     def store_path(self) -> Path:
-        address = self.path / ADDRESS
-        return address if address.exists() else self.path / STORE
+        address_path = self.path / ADDRESS
+        return address_path if address_path.exists() else self.path / STORE
 
     @property
     def checkpoints(self) -> Path:
@@ -96,15 +96,15 @@ class RunDir:
         """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
         # Shared memory by default: a weight file is written and read once a step, by processes of one machine, and need
         # not survive them. On a disk each step would write the model to it.
-        root = memory_folder()
+        scratch_root = memory_folder()
         with suppress(UsageError):  # the run is gone: use the default place
-            config = self.config()
-            shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory
-            root = Path(config.scratch_dir or shared)
+            run_config = self.config()
+            shared_folder = self.path.resolve() if run_config.cluster.on_ray else scratch_root  # nodes share no memory
+            scratch_root = Path(run_config.scratch_dir or shared_folder)
         # From the run's path, so that a next start finds and clears what a killed one has left, without a file that
         # says where it was.
-        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        return root / f"{scratch_prefix()}{name}"
+        folder_name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
+        return scratch_root / f"{scratch_prefix()}{folder_name}"
 
     @property
     def locks(self) -> Path:
@@ -114,37 +114,37 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> RunDir:
         """A new run directory with configuration and empty store. Raises UsageError if a run is there already."""
-        run = cls(path)
-        if run.store_path.exists():
+        run_folder = cls(path)
+        if run_folder.store_path.exists():
             if not overwrite:
-                hint = f"give --overwrite or another --out, or continue it by agentrl train --resume {path}"
-                raise UsageError(f"{path} holds a run: {hint}")
-            with run.lock():
-                open_store.remove(run.store_path)
+                correction = f"give --overwrite or another --out, or continue it by agentrl train --resume {path}"
+                raise UsageError(f"{path} holds a run: {correction}")
+            with run_folder.lock():
+                open_store.remove(run_folder.store_path)
                 shutil.rmtree(path)
         # Never into a folder that holds something else, and `--overwrite` removes runs alone: a mistyped `--out` of
         # somebody's home is a message.
-        elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
+        elif path.is_dir() and any(folder_entry != run_folder.logs for folder_entry in path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
         try:
-            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            close_to_others(run.path)
-            run.logs.mkdir(exist_ok=True)
-            run.checkpoints.mkdir()
+            run_folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            close_to_others(run_folder.path)
+            run_folder.logs.mkdir(exist_ok=True)
+            run_folder.checkpoints.mkdir()
         except OSError as error:
             raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
-        url = config.cluster.store
-        place = path / (STORE if url is None else ADDRESS)
+        store_url = config.cluster.store
+        store_path = path / (STORE if store_url is None else ADDRESS)
         try:
-            with RunStore.create(place, configuration.to_json(config), url=url) as store:
-                CREATED_S.set(store, time.time())
-                run.write_config(config, store)
+            with RunStore.create(store_path, configuration.to_json(config), url=store_url) as run_store:
+                CREATED_S.set(run_store, time.time())
+                run_folder.write_config(config, run_store)
         except BaseException:  # a database that is not there, say: the corrected command needs the folder free
             with suppress(AgentRLError):
-                open_store.remove(run.store_path)
-            run._leave_logs()
+                open_store.remove(run_folder.store_path)
+            run_folder._leave_logs()
             raise
-        return run
+        return run_folder
 
     def discard(self) -> None:
         """Remove a run that never began: all but its logs, which say why; the logs too if they are empty."""
@@ -152,42 +152,42 @@ class RunDir:
         self._leave_logs()
 
     def _leave_logs(self) -> None:
-        for entry in self.path.iterdir():
-            if entry.is_dir() and entry != self.logs:
-                shutil.rmtree(entry)
-            elif entry != self.logs:
-                entry.unlink()
-        if not any(log.stat().st_size for log in self.logs.iterdir()):
+        for folder_entry in self.path.iterdir():
+            if folder_entry.is_dir() and folder_entry != self.logs:
+                shutil.rmtree(folder_entry)
+            elif folder_entry != self.logs:
+                folder_entry.unlink()
+        if not any(log_path.stat().st_size for log_path in self.logs.iterdir()):
             shutil.rmtree(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run. Raises UsageError if there is none."""
-        run = cls(path)
-        if not run.store_path.exists():
+        run_folder = cls(path)
+        if not run_folder.store_path.exists():
             raise UsageError(f"{path} holds no run (no store.sqlite or store.address): give a run directory")
-        return run
+        return run_folder
 
     def config(self) -> RunConfig:
         """The run's configuration; the store's copy if the file is gone. Raises UsageError for a broken file, or
         one of another format."""
-        file = self.path / "config.json"
+        config_path = self.path / "config.json"
         try:
-            return configuration.from_json(file.read_text(encoding="utf-8"), file)
+            return configuration.from_json(config_path.read_text(encoding="utf-8"), config_path)
         except FileNotFoundError:
-            with RunStore.read(self.store_path) as store:
-                return configuration.from_json(CONFIG.of(store.meta) or "{}", self.store_path)
+            with RunStore.read(self.store_path) as run_store:
+                return configuration.from_json(CONFIG.of(run_store.meta) or "{}", self.store_path)
         except (OSError, ValueError) as error:
-            hint = "fix it, or remove it: the run store has a copy"
-            raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
+            correction = "fix it, or remove it: the run store has a copy"
+            raise UsageError(f"{config_path} is no configuration ({error}): {correction}") from None
 
     def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""
-        text = configuration.to_json(config)
+        config_text = configuration.to_json(config)
         # The store first: the file is for people and can be made again from the store, which every process reads.
-        CONFIG.set(store, text)
+        CONFIG.set(store, config_text)
         new_file = self.path / "config.json.new"
-        new_file.write_text(text, encoding="utf-8")
+        new_file.write_text(config_text, encoding="utf-8")
         new_file.replace(self.path / "config.json")
 
     def lock(self, hint: str = "") -> _Lock:
@@ -204,16 +204,16 @@ def scratch_prefix() -> str:
 def close_to_others(folder: Path, *, option: str = "--out") -> None:
     """Leave a folder of transcripts and weights to its owner alone, also one that was made before: a start runs the
     code that a run's folder names. `option` is the command's for the folder, which a warning names."""
-    before = stat.S_IMODE(folder.stat().st_mode)
-    if not before & _OTHERS:
+    earlier_mode = stat.S_IMODE(folder.stat().st_mode)
+    if not earlier_mode & _OTHERS:
         return
     with suppress(OSError):
-        folder.chmod(before & ~_OTHERS)
+        folder.chmod(earlier_mode & ~_OTHERS)
     if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
-        hint = f"put {option} where you can close it"
-        message = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
+        correction = f"put {option} where you can close it"
+        message = f"warning: other users of this machine can read {folder} (mode {earlier_mode:o}): {correction}"
     else:
-        message = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
+        message = f"{folder} was open to other users (mode {earlier_mode:o}): it is yours alone now"
     print(f"agentrl: {message}", file=sys.stderr)
 
 
@@ -228,8 +228,8 @@ class _Lock:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = self.path.open("a+")
         except OSError as error:
-            hint = "make it yours to write to, or copy its folder to where you may"
-            raise UsageError(f"{self.path} cannot be written ({error.strerror}): {hint}") from None
+            correction = "make it yours to write to, or copy its folder to where you may"
+            raise UsageError(f"{self.path} cannot be written ({error.strerror}): {correction}") from None
         deadline = time.monotonic() + _DEAD_S
         while True:
             try:

@@ -39,9 +39,11 @@ class ScratchSpace:
         # janitor may never be started again.
         for leftover in self.path.parent.glob(f"{scratch_prefix()}*"):
             _reap(leftover)
-        frees, variables = self._frees_engines()
+        free_command, variables = self._frees_engines()
         # Before anything is made: a supervisor that is killed in the next line already has somebody who cleans up.
-        janitor = Janitor(self.path, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
+        janitor = Janitor(
+            self.path, patience_s=_PATIENCE_S, keep_open=[lock], remover=free_command, variables=variables
+        )
         try:
             self.make()
             yield janitor.mark
@@ -51,12 +53,17 @@ class ScratchSpace:
 
     def _frees_engines(self) -> tuple[Sequence[str], Mapping[str, str]]:
         """The command, and its variables, that frees engines of somebody else which the run leaves paused."""
-        engine = self._run.config().engine
-        if not engine.urls:
+        engine_settings = self._run.config().engine
+        if not engine_settings.urls:
             return (), {}
-        key = engine.api_key_env
-        keys = {key: os.environ[key]} if key and key in os.environ else {}
-        return [sys.executable, "-m", "agentrl.run.children.attached_engines", str(self._run.path.resolve())], keys
+        key_name = engine_settings.api_key_env
+        key_variables = {key_name: os.environ[key_name]} if key_name and key_name in os.environ else {}
+        return [
+            sys.executable,
+            "-m",
+            "agentrl.run.children.attached_engines",
+            str(self._run.path.resolve()),
+        ], key_variables
 
     def make(self) -> None:
         """Make an empty scratch space that is ours alone; files of an earlier start are removed."""
@@ -66,8 +73,8 @@ class ScratchSpace:
         except FileExistsError:
             raise UsageError(f"{self.path} belongs to somebody else: remove it, or choose another --out") from None
         except OSError as error:
-            hint = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
-            raise ConfigError("scratch_dir", str(self.path.parent), hint) from error
+            correction = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
+            raise ConfigError("scratch_dir", str(self.path.parent), correction) from error
         (self.path / _OWNER).write_text(f"{label()}\n{self._run.path.resolve()}")
         self._run.locks.mkdir()
         (self.path / "weights").mkdir()
@@ -81,18 +88,18 @@ def _reap(scratch: Path) -> None:
     """Remove scratch without an owner: its supervisor is dead, and nobody holds its run's lock (a working janitor or a
     next supervisor would hold it). The lock is held meanwhile, so that no supervisor starts."""
     try:
-        facts = scratch.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        scratch_stat = scratch.lstat()
+        if not stat.S_ISDIR(scratch_stat.st_mode) or scratch_stat.st_uid != os.getuid() or scratch_stat.st_mode & 0o077:
             return  # somebody else's: nothing in it is opened, a pipe would hold us for ever
-        owner, _, run = (scratch / _OWNER).read_text().partition("\n")
+        owner_label, _, run_path = (scratch / _OWNER).read_text().partition("\n")
     except OSError:
         return
-    if not is_dead(owner):
+    if not is_dead(owner_label):
         return
     try:
-        with (Path(run) / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Janitor(scratch, keep_open=[lock.fileno()]).close()
+        with (Path(run_path) / LOCK).open("r+") as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Janitor(scratch, keep_open=[lock_file.fileno()]).close()
     except FileNotFoundError:  # the run was removed
         Janitor(scratch).close()
     except OSError:  # another process holds it, or we may not open it

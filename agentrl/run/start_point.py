@@ -48,71 +48,81 @@ class StartPoint:
 def start_point(run: RunDir, store: RunStore, progress: Callable[[], None] = lambda: None) -> StartPoint:
     """Bring the store to the newest intact checkpoint (step 0 without one) and say where the run goes on. `progress` is
     called whenever some of its bytes were compared. Raises RunFailed if all checkpoints are damaged."""
-    checkpoint, damage = newest_intact(run.checkpoints, progress)
-    lines = [damage] if damage else []
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    saved = [entry for folder in complete(run.checkpoints) if (entry := _saved(folder)) is not None]
-    buffer = run.config().buffer
+    checkpoint, damage_text = newest_intact(run.checkpoints, progress)
+    report_lines = [damage_text] if damage_text else []
+    saved_step = 0 if checkpoint is None else step_of(checkpoint)
+    saved_states = [
+        saved_state
+        for checkpoint_folder in complete(run.checkpoints)
+        if (saved_state := _saved(checkpoint_folder)) is not None
+    ]
+    buffer_settings = run.config().buffer
     # The order of these calls is the repair. First the episodes that the folders list and the store lacks, or the next
     # call would mark a step as trained whose members are still waiting. Then the row of a folder that was renamed just
     # before a kill. Then everything beyond the checkpoint is undone. Each call does nothing if there is nothing to do,
     # so a start that is killed in between is repeated whole (law 2): `tests/store/test_power_loss.py`,
     # `tests/run/test_rundir.py`.
-    store.recovery.reconcile(saved, max_lag=buffer.max_lag)
+    store.recovery.reconcile(saved_states, max_lag=buffer_settings.max_lag)
     recorded = store.lineage.latest_checkpoint()
-    if checkpoint is not None and (recorded is None or recorded.step < step):
-        store.lineage.checkpoint(step, _version(store, step), checkpoint)
+    if checkpoint is not None and (recorded is None or recorded.step < saved_step):
+        store.lineage.checkpoint(saved_step, _version(store, saved_step), checkpoint)
     # Only if something stands beyond it: a rollback begins a new attempt, and a start that undid nothing would count as
     # one.
-    if store.lineage.stands_beyond(step):
-        cost = _cost(step, store.metrics.values("step", after=step))
-        attempt = store.lineage.rollback(step, ahead=buffer.groups_ahead)
-        lines += [f"{cost} (attempt {attempt})"] if cost else []
-    if lines:
-        WENT_BACK.set(store, "; ".join(lines))
-    version = _version(store, step)
-    return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
+    if store.lineage.stands_beyond(saved_step):
+        cost_text = _cost(saved_step, store.metrics.values("step", after=saved_step))
+        attempt = store.lineage.rollback(saved_step, ahead=buffer_settings.groups_ahead)
+        report_lines += [f"{cost_text} (attempt {attempt})"] if cost_text else []
+    if report_lines:
+        WENT_BACK.set(store, "; ".join(report_lines))
+    start_version = _version(store, saved_step)
+    return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=start_version)
 
 
 def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoint:
     """`start`, or the newest checkpoint since then: a run keeps only a few, so the one it started from may be gone.
     Changes nothing."""
     checkpoint = newest(run.checkpoints)
-    version = None if checkpoint is None else store.versions.version_at(step_of(checkpoint))
-    if checkpoint is None or version is None:
+    newest_version = None if checkpoint is None else store.versions.version_at(step_of(checkpoint))
+    if checkpoint is None or newest_version is None:
         return start
-    return StartPoint(model=checkpoint, checkpoint=checkpoint, version=version)
+    return StartPoint(model=checkpoint, checkpoint=checkpoint, version=newest_version)
 
 
 def _cost(step: int, lost: Sequence[Metric]) -> str:
     """The cost of going back to `step`, in words: the steps in `lost` are trained again. Empty without any."""
     if not lost:
         return ""
-    seconds, tokens = (
-        sum(float(cast("float", row.values.get(key) or 0)) for row in lost for key in keys)
-        for keys in (("busy_s", "idle_s"), ("tokens_scored",))
+    lost_seconds, token_count = (
+        sum(
+            float(cast("float", lost_row.values.get(metric_name) or 0))
+            for lost_row in lost
+            for metric_name in metric_names
+        )
+        for metric_names in (("busy_s", "idle_s"), ("tokens_scored",))
     )
-    many = f"{len(lost)} step{'s' * (len(lost) > 1)}"
-    return f"went back to step {step}: {many} ({seconds:.0f} s, {tokens:.0f} tokens) are trained again"
+    steps_text = f"{len(lost)} step{'s' * (len(lost) > 1)}"
+    return f"went back to step {step}: {steps_text} ({lost_seconds:.0f} s, {token_count:.0f} tokens) are trained again"
 
 
 def _saved(checkpoint: Path) -> Saved | None:
     """The checkpoint's own record of its training, None if it trained nothing of this run. Raises RunFailed if it
     cannot be read, FormatError."""
     try:
-        state = read_state(checkpoint)
+        saved_state = read_state(checkpoint)
     except (OSError, ValueError) as error:
-        go_back = f"move {checkpoint} away to go on from the checkpoint before it"
-        raise RunFailed(f"{checkpoint / STATE} cannot be read: {go_back} ({type(error).__name__}: {error})") from error
-    if "episodes" not in state:
+        correction = f"move {checkpoint} away to go on from the checkpoint before it"
+        raise RunFailed(
+            f"{checkpoint / STATE} cannot be read: {correction} ({type(error).__name__}: {error})"
+        ) from error
+    if "episodes" not in saved_state:
         return None
-    return Saved(previous_step=state["previous_step"], episodes=tuple(map(tuple, state["episodes"])))
+    return Saved(previous_step=saved_state["previous_step"], episodes=tuple(map(tuple, saved_state["episodes"])))
 
 
 def _version(store: RunStore, step: int) -> WeightVersion:
     """The version of the weights of `step`: the one that the run minted then, else a new one."""
-    version = store.versions.version_at(step)
-    if version is None:
-        version = store.versions.mint_version(step)
-    store.versions.confirm_version(version)
-    return version
+    step_version = store.versions.version_at(step)
+    if step_version is None:
+        step_version = store.versions.mint_version(step)
+    store.versions.confirm_version(step_version)
+    return step_version

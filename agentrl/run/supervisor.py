@@ -137,44 +137,44 @@ class Supervisor:
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
         space is too small for the weight files."""
-        models = [self.start.model_of(role, self.config) for role in (None, *self.config.role_models)]
-        check_room(self.config, models, self.run.scratch)
+        model_folders = [self.start.model_of(role_name, self.config) for role_name in (None, *self.config.role_models)]
+        check_room(self.config, model_folders, self.run.scratch)
         await self.writes(partial(declare, self.config))
         # Before anything starts: the addresses of the last life's engines would be taken for this one's by workers that
         # come up first.
         await self._with_space(_go_on)
         data_sets = data_sets_of(self.config)  # without any nothing is read, and nobody waits for a thread
-        digests = await trio.to_thread.run_sync(digests_of, self.config) if data_sets else {}
-        for name in await self._with_space(partial(changed_rows, digests)):
-            warning = "the data set has changed since the run went on last: from now on its tasks are others"
-            print(f"agentrl: warning: {name}: {warning}", file=sys.stderr)
-        apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
-        learned = self.children.start_learner() if apart else trio.Event()
+        row_digests = await trio.to_thread.run_sync(digests_of, self.config) if data_sets else {}
+        for data_set_name in await self._with_space(partial(changed_rows, row_digests)):
+            change_warning = "the data set has changed since the run went on last: from now on its tasks are others"
+            print(f"agentrl: warning: {data_set_name}: {change_warning}", file=sys.stderr)
+        is_apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
+        learner_done = self.children.start_learner() if is_apart else trio.Event()
         await self.children.start_workers()
         await self.children.start_engines(self.start)
         await self._with_space(_enter("eval"))
         self.children.follow_size()
         measuring = self._measuring()
-        learned = learned if apart else self.children.start_learner()
+        learner_done = learner_done if is_apart else self.children.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         # An environment in which not one held-out episode can be played will not train either. Ten minutes here are
         # cheaper than a night in which the failure budget is spent.
-        if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
+        if unmeasured_text := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
             await self._show()
-            raise RunFailed(f"{why}{self._more}")
+            raise RunFailed(f"{unmeasured_text}{self._more}")
         self.phase = TRAINING
         await self._with_space(_enter("train"))
         await self._with_space(_clock(TRAIN_STARTED_S))
         async with trio.open_nursery() as admission:
-            tasks = task_source(self.config)
-            bounds = bounds_of(self.config)
+            training_tasks = task_source(self.config)
+            admission_bounds = bounds_of(self.config)
             # Made in the store's thread, since making one reads rows: pivots look for what was forked before.
             admitter = await self.writes(
                 lambda store: Admitter(
                     store,
-                    tasks,
-                    bounds,
+                    training_tasks,
+                    admission_bounds,
                     partial(MAX_LAG.of, store.meta),
                     Pivots.of(self.config, store.groups, store.reads),
                     partial(skips, skipped=self.config.rollout.skip_tasks),
@@ -184,25 +184,25 @@ class Supervisor:
             admission.start_soon(admitter.run, self.writes)
             if self.config.cluster.controller is not None:
                 admission.start_soon(self._controller(self.config.cluster.controller).keep_looking)
-            progress, finishing = _Progress(self.config.train.stall_deadline_s), False
-            while not learned.is_set():
+            run_progress, finishing = _Progress(self.config.train.stall_deadline_s), False
+            while not learner_done.is_set():
                 await self._with_space(self._schedule_during)
                 if self.stop.ends_training:
                     if not finishing:
                         await self._with_space(_finish(self.stop.finish))
                     finishing = True
-                elif tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
+                elif training_tasks.size is not None and await self.writes(partial(self._played, training_tasks.size)):
                     await self._with_space(_enter("drain"))
                 # One tick does everything that has to be looked at, a quarter of a second apart: no task of its own for
                 # each deadline, whose order at the end of a run would be another race.
-                await self._tick(progress)
+                await self._tick(run_progress)
             admission.cancel_scope.cancel()
         if self.stop.error is not None:
             raise self.stop.error
         await self._with_space(_clock(TRAIN_ENDED_S))
         while measuring is not None and measuring.pending:
             self.phase = "evaluating what waits"
-            await self._tick(progress)
+            await self._tick(run_progress)
         await self._with_space(lambda store: store.buffer.end_late())
         await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {await self.writes(lambda store: store.versions.current_version().step)} steps"
@@ -252,25 +252,31 @@ class Supervisor:
         have all failed before is played again."""
         purposes: list[str] = []
         for held_out in self.config.eval.sets:
-            schedule = partial(
+            schedule_set = partial(
                 evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n, again=True
             )
-            purposes.append(await self._with_space(schedule))
-        progress = _Progress(self.config.train.stall_deadline_s)
+            purposes.append(await self._with_space(schedule_set))
+        run_progress = _Progress(self.config.train.stall_deadline_s)
         while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
-            await self._tick(progress)
+            await self._tick(run_progress)
         # Without held-out sets there was no tick, and the learner may have recorded its last step after the one before.
         await self._show()
 
     def _schedule_during(self, store: RunStore) -> None:
         """Schedule the sets of `eval.during`, with fewer tasks, whenever the learner passes a multiple of
         `eval.every`."""
-        every, sets = self.config.eval.every, self.config.eval.sets_during
-        step = store.versions.current_version().step
-        if self.config.eval.engines or not every or not sets or step < every or step >= self.config.train.steps:
+        step_interval, eval_sets = self.config.eval.every, self.config.eval.sets_during
+        current_step = store.versions.current_version().step
+        if (
+            self.config.eval.engines
+            or not step_interval
+            or not eval_sets
+            or current_step < step_interval
+            or current_step >= self.config.train.steps
+        ):
             return
-        when = f"during@{step - step % every}"
-        for held_out in sets:
+        when = f"during@{current_step - current_step % step_interval}"
+        for held_out in eval_sets:
             evaluation.schedule(store, self.config, held_out, when, min(self.config.eval.n_during, held_out.n))
 
     async def _with_space(self, write: Callable[[RunStore], _T]) -> _T:
@@ -283,32 +289,35 @@ class Supervisor:
         return await wait_for_space(lambda: self.writes(write), deadline_s=deadline_s, tell=tell)
 
     def _expire(self, store: RunStore) -> None:
-        buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
-        waited = store.now() - self._went_on_s >= buffer.quorum_after_s  # a pause is no time for the others
-        policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s) if waited else FULL
-        store.buffer.expire(store.now(), deadline_s, close_policy=policy)
+        buffer_settings, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
+        # A pause is no time for the others.
+        has_waited = store.now() - self._went_on_s >= buffer_settings.quorum_after_s
+        quorum_policy = close_policy(self.config.quorum, after_s=buffer_settings.quorum_after_s) if has_waited else FULL
+        store.buffer.expire(store.now(), deadline_s, close_policy=quorum_policy)
         if self.config.rewards:
             store.scores.expire_sources(store.now())
 
     async def _follow_the_clock(self) -> None:
         """Deadlines in the store are times of its clock. If that jumped, or this process and its machine stood still,
         move them along: nobody had that time."""
-        before, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
-        if before is not None:
-            passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
+        earlier_clocks, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
+        if earlier_clocks is not None:
+            passed_store_s, passed_own_s = (
+                clock_now - clock_before for clock_now, clock_before in zip(self._clocks, earlier_clocks, strict=True)
+            )
             # Two clocks that should run alike do not: the wall clock was set, or this process was stopped or suspended.
             # Either way the episodes did not have that time, and their deadlines move along instead of expiring all at
             # once (law 3).
-            if abs(passed_s - own_s) > _JUMP_S:
-                await self._with_space(lambda store: store.deaths.shift_deadlines(passed_s - own_s))
+            if abs(passed_store_s - passed_own_s) > _JUMP_S:
+                await self._with_space(lambda store: store.deaths.shift_deadlines(passed_store_s - passed_own_s))
 
     async def _look_at_pause(self) -> None:
         """Move the deadlines along once a pause ends: nobody had its time."""
-        paused = await self.writes(lambda store: bool(PAUSED.of(store.meta)))
-        if paused and self._paused_at is None:
+        is_paused = await self.writes(lambda store: bool(PAUSED.of(store.meta)))
+        if is_paused and self._paused_at is None:
             self._paused_at = trio.current_time()
             _say(f"the run is paused; agentrl resume {self.run.path} lets it go on")
-        elif not paused and self._paused_at is not None:
+        elif not is_paused and self._paused_at is not None:
             await self._with_space(partial(self._go_on, trio.current_time() - self._paused_at))
             self._paused_at = None
             _say("the run goes on")
@@ -316,20 +325,22 @@ class Supervisor:
     def _go_on(self, stood_s: float, store: RunStore) -> None:
         store.deaths.shift_deadlines(stood_s)
         self._went_on_s = store.now()
-        started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
-        if started is not None and ended is None:
-            TRAIN_STARTED_S.set(store, started + stood_s)
+        train_began_s, train_ended_s = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
+        if train_began_s is not None and train_ended_s is None:
+            TRAIN_STARTED_S.set(store, train_began_s + stood_s)
 
     async def _follow_settings(self) -> None:
         """Take the settings that the learner has taken up."""
-        changes, text = await self.writes(lambda store: (len(CHANGES.of(store.meta)), CONFIG.of(store.meta)))
-        if changes != self._changes and text is not None:
-            self._changes = changes
-            config = configuration.from_json(text)
-            self.config = config.model_copy(update={"engine": self.config.engine})  # which has the run's key
+        change_count, config_text = await self.writes(
+            lambda store: (len(CHANGES.of(store.meta)), CONFIG.of(store.meta))
+        )
+        if change_count != self._changes and config_text is not None:
+            self._changes = change_count
+            new_config = configuration.from_json(config_text)
+            self.config = new_config.model_copy(update={"engine": self.config.engine})  # which has the run's key
             if self._admitter is not None:
-                self._admitter.bounds = bounds_of(config)
-                self._admitter.skips = partial(skips, skipped=config.rollout.skip_tasks)
+                self._admitter.bounds = bounds_of(new_config)
+                self._admitter.skips = partial(skips, skipped=new_config.rollout.skip_tasks)
 
     async def _tick(self, progress: _Progress) -> None:
         await self._follow_the_clock()
@@ -337,8 +348,8 @@ class Supervisor:
         await self._look_at_pause()
         # While every engine restarts nothing can move, and the restart budget bounds that time. Counted here as well, a
         # start of a large model that takes longer than the stall deadline would end the run that is being repaired.
-        excused = self._paused_at is not None or self.children.engines_are_restarting
-        progress.saw(await self.writes(_progress), excused=excused, children=self.children)
+        is_excused = self._paused_at is not None or self.children.engines_are_restarting
+        progress.saw(await self.writes(_progress), excused=is_excused, children=self.children)
         if self._paused_at is None:
             await self._with_space(self._expire)
         try:
@@ -356,26 +367,39 @@ class Supervisor:
         in a row without an episode that ended well. An outage counts as one failure. An exception of somebody's code
         counts by itself, and is held against the episodes that run, too: a task that raises at once is over before the
         others are. The message has the latest cause."""
-        failures, budget = store.metrics.failures(), self.config.rollout.failure_budget
-        summary = f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy"
-        latest = f"the last: {failures.detail}{self._more}"
-        if failures.in_a_row > _MIN_FAILURES or failures.raised_in_a_row > max(_MIN_FAILURES, failures.running):
+        failure_counts, failure_budget = store.metrics.failures(), self.config.rollout.failure_budget
+        summary_text = (
+            f"{failure_counts.failed} of {failure_counts.ended} episodes failed through no doing of the policy"
+        )
+        latest_text = f"the last: {failure_counts.detail}{self._more}"
+        if failure_counts.in_a_row > _MIN_FAILURES or failure_counts.raised_in_a_row > max(
+            _MIN_FAILURES, failure_counts.running
+        ):
+            failures_in_a_row = failure_counts.in_a_row + failure_counts.raised_in_a_row
+            raise RunFailed(f"{summary_text}, and since {failures_in_a_row} failures none ended well; {latest_text}")
+        spent_failures = failure_counts.outages + failure_counts.raised
+        if spent_failures > max(
+            _MIN_FAILURES,
+            failure_budget
+            * (spent_failures + failure_counts.well + (failure_counts.running if failure_counts.raised else 0)),
+        ):
+            times_text = f", at {failure_counts.outages} different times" if failure_counts.outages else ""
+            raised_text = f", {failure_counts.raised} of them by an exception" if failure_counts.raised else ""
             raise RunFailed(
-                f"{summary}, and since {failures.in_a_row + failures.raised_in_a_row} failures none ended well; "
-                f"{latest}"
+                f"{summary_text}{times_text}{raised_text} (rollout.failure_budget = {failure_budget:g}); {latest_text}"
             )
-        spent = failures.outages + failures.raised
-        if spent > max(_MIN_FAILURES, budget * (spent + failures.well + (failures.running if failures.raised else 0))):
-            times = f", at {failures.outages} different times" if failures.outages else ""
-            raised = f", {failures.raised} of them by an exception" if failures.raised else ""
-            raise RunFailed(f"{summary}{times}{raised} (rollout.failure_budget = {budget:g}); {latest}")
 
     def _played(self, tasks: int, store: RunStore) -> bool:
         """Whether this many training tasks were all played, late members and replays included."""
-        counts = store.groups.counts()
-        unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
-        again = store.replays.counts(self.config.rollout.max_replays).waiting
-        return not unfinished and store.groups.tasks_started() >= tasks and not store.buffer.late_open() and not again
+        group_counts = store.groups.counts()
+        unfinished = group_counts.get(GroupState.WAITING, 0) + group_counts.get(GroupState.RUNNING, 0)
+        waiting_replays = store.replays.counts(self.config.rollout.max_replays).waiting
+        return (
+            not unfinished
+            and store.groups.tasks_started() >= tasks
+            and not store.buffer.late_open()
+            and not waiting_replays
+        )
 
 
 def _progress(store: RunStore) -> tuple[int, ...]:
@@ -425,12 +449,12 @@ class _Progress:
     def saw(self, value: object, *, excused: bool, children: RunChildren) -> None:
         """Note the number. Time that is `excused` does not count: the run is paused, or every engine is restarting, and
         other deadlines hold then."""
-        now = trio.current_time()
+        current_s = trio.current_time()
         if value != self._last or excused:
-            self._last, self._since = value, now
-        elif now - self._since > self._deadline_s:
-            stood = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"
-            raise RunFailed("; ".join([stood, *children.troubles, "see the logs folder"]))
+            self._last, self._since = value, current_s
+        elif current_s - self._since > self._deadline_s:
+            stall_text = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"
+            raise RunFailed("; ".join([stall_text, *children.troubles, "see the logs folder"]))
 
 
 @asynccontextmanager
@@ -442,58 +466,71 @@ async def supervise(
     Outside of the main thread there are no signals: `agentrl stop` ends it through the store.
 
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
-    config, heartbeat = run.config(), Heartbeat.of_process()
+    run_config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
     # A key for each life of the run, in memory and in the children's environment alone: written to the run's folder it
     # would be in every copy of it.
-    config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
-    alone = open_store.supervising(run.store_path)
-    with run.lock() as lock, ScratchSpace(run).owned(lock) as mark, alone as still_alone, _sockets(config) as sockets:
+    run_config = run_config.model_copy(update={"engine": run_config.engine.with_key(EngineKey.fresh())})
+    supervision = open_store.supervising(run.store_path)
+    with (
+        run.lock() as lock_descriptor,
+        ScratchSpace(run).owned(lock_descriptor) as mark,
+        supervision as still_alone,
+        _sockets(run_config) as sockets,
+    ):
         open_store.own(run.store_path)
-        store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
-        reader = RunStore.read(run.store_path, away_s=0)
+        run_store = RunStore.open(run.store_path, away_s=run_config.cluster.store_deadline_s)
+        read_store = RunStore.read(run.store_path, away_s=0)
         try:
             is_checked = threading.Event()
-            heartbeat.mark_while(lambda: store.waits or not is_checked.is_set())
+            heartbeat.mark_while(lambda: run_store.waits or not is_checked.is_set())
             # Once at the start, before anything relies on a row: a page that a disk has changed would otherwise be met
             # hours later, by whichever process reads it.
-            store.refuse_damage()
+            run_store.refuse_damage()
             is_checked.set()
-            went_back = WENT_BACK.of(store.meta)
-            start = start_point(run, store, heartbeat.mark)
-            store.deaths.release_all()
+            went_back = WENT_BACK.of(run_store.meta)
+            run_start = start_point(run, run_store, heartbeat.mark)
+            run_store.deaths.release_all()
             if not _gets_signals():
-                TAKES_NO_SIGNALS.set(store, run.lock_path.read_text())
-            writes, looks = Aside[RunStore](store), Looks[RunStore](reader)
-            size = Size.of(config).at_most(requested_size(config, store.meta))  # a run that grew grows again
-            starting = partial(_beat_until_interrupted, run, heartbeat)
-            async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
-                children = RunChildren(run, config, looks, writes, nursery, mark, launcher, size, sockets)
-                telemetry = Telemetry(store, run.metrics, "supervisor")
+                TAKES_NO_SIGNALS.set(run_store, run.lock_path.read_text())
+            store_writes, store_looks = Aside[RunStore](run_store), Looks[RunStore](read_store)
+            # A run that grew grows again.
+            start_size = Size.of(run_config).at_most(requested_size(run_config, run_store.meta))
+            beat_meanwhile = partial(_beat_until_interrupted, run, heartbeat)
+            async with (
+                _launcher_of(run, run_config, start_size, store_looks, beat_meanwhile) as launcher,
+                trio.open_nursery() as nursery,
+            ):
+                run_children = RunChildren(
+                    run, run_config, store_looks, store_writes, nursery, mark, launcher, start_size, sockets
+                )
+                telemetry = Telemetry(run_store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
-                nursery.start_soon(_stop_on_request, run, looks)
+                nursery.start_soon(_stop_on_request, run, store_looks)
                 nursery.start_soon(_stay_alone, still_alone)
-                nursery.start_soon(_say_what_it_cost, looks, went_back)
+                nursery.start_soon(_say_what_it_cost, store_looks, went_back)
                 nursery.start_soon(watch_disk, run.path, _say)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
-                wish = stop or StopRequest()
-                supervisor = Supervisor(run, config, reader, writes, telemetry, children, start, on_tick, wish)
+                stop_request = stop or StopRequest()
+                supervisor = Supervisor(
+                    run, run_config, read_store, store_writes, telemetry, run_children, run_start, on_tick, stop_request
+                )
                 nursery.start_soon(supervisor.obey)
                 try:
-                    notice_counts.record(store.metrics, 0, last=True)  # of the start: data, tasks, model folder
+                    notice_counts.record(run_store.metrics, 0, last=True)  # of the start: data, tasks, model folder
                     yield supervisor
                 finally:
-                    store.hurry(_LAST_WORD_S)
-                    await children.stop()
-                    await _forget_objects(config, looks)
+                    run_store.hurry(_LAST_WORD_S)
+                    await run_children.stop()
+                    await _forget_objects(run_config, store_looks)
                 nursery.cancel_scope.cancel()
         finally:
             # What is left, summary and plot, has no deadline: a parent that keeps this process alive must not take it
             # for hung.
             heartbeat.retire()
-            reader.close()
-            store.close()
+            read_store.close()
+            run_store.close()
 
 
 @contextmanager
@@ -502,16 +539,18 @@ def _sockets(config: RunConfig) -> Generator[Path | None]:
     if config.cluster.on_ray:
         yield None
         return
-    with closing(OwnedFolder()) as owner:
-        yield owner.path
+    with closing(OwnedFolder()) as owned_folder:
+        yield owned_folder.path
 
 
 async def _forget_objects(config: RunConfig, looks: Looks[RunStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
     with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
-        if (objects := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
-            last = ObjectFolder(objects.url, deadline_s=_STORE_S)
-            await trio.to_thread.run_sync(last.remove_all)
+        if (
+            weights_folder := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))
+        ) is not None:
+            hurried_folder = ObjectFolder(weights_folder.url, deadline_s=_STORE_S)
+            await trio.to_thread.run_sync(hurried_folder.remove_all)
 
 
 def _gets_signals() -> bool:
@@ -522,8 +561,10 @@ async def _interrupt(path: Path) -> None:
     if not _gets_signals():
         return
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for number in signals:
-            raise _interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+        async for signal_number in signals:
+            raise _interrupted(
+                f"stopped by {signal.Signals(signal_number).name}; go on with agentrl train --resume {path}"
+            )
 
 
 def _interrupted(why: str) -> Interrupted:
@@ -539,10 +580,10 @@ async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
 
 async def _stop_on_request(run: RunDir, looks: Looks[RunStore]) -> None:
     """Stop the run on a request in its store, since somebody on another machine can send no signal."""
-    ours = run.lock_path.read_text()
+    own_lock_text = run.lock_path.read_text()
     while True:
         with suppress(StoreError):
-            if await looks(lambda store: STOP_REQUESTED.of(store.meta)) == ours:
+            if await looks(lambda store: STOP_REQUESTED.of(store.meta)) == own_lock_text:
                 raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
         await trio.sleep(_STORE_LOOK_S)
 
@@ -550,8 +591,8 @@ async def _stop_on_request(run: RunDir, looks: Looks[RunStore]) -> None:
 def check_no_loop(name: str) -> None:
     """Raises UsageError inside of trio, whose loops do not nest. Inside of asyncio a run works."""
     if trio.lowlevel.in_trio_run():
-        hint = "give it a thread: await trio.to_thread.run_sync(...)"
-        raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
+        correction = "give it a thread: await trio.to_thread.run_sync(...)"
+        raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {correction}")
 
 
 def _say(line: str) -> None:
@@ -563,10 +604,10 @@ async def _say_what_it_cost(looks: Looks[RunStore], before: str | None) -> None:
     again."""
     while True:
         with suppress(StoreError):
-            cost = await looks(lambda store: WENT_BACK.of(store.meta))
-            if cost and cost != before:
-                _say(cost)
-            before = cost
+            cost_text = await looks(lambda store: WENT_BACK.of(store.meta))
+            if cost_text and cost_text != before:
+                _say(cost_text)
+            before = cost_text
         await trio.sleep(_STORE_LOOK_S)
 
 

@@ -30,26 +30,39 @@ def take_order(config: RunConfig) -> TakeOrder:
             try:
                 return cast(TakeOrder, registry.resolve("orders", id)())
             except UnknownIdError:
-                hint = "give oldest, windowed, freshest, prioritised, a registered order, or the module:Class of yours"
-                raise ConfigError("buffer.order", id, hint) from None
+                correction = (
+                    "give oldest, windowed, freshest, prioritised, a registered order, or the module:Class of yours"
+                )
+                raise ConfigError("buffer.order", id, correction) from None
 
 
 def returns_of(config: RunConfig) -> Returns:
     """How the run computes returns, for each environment and role as its algorithm judges it."""
-    roles = config.algo_by_role
-    past = [role for role, plays in config.league_roles.items() if plays == "league" and config.league.share == 1.0]
+    role_algos = config.algo_by_role
+    past_roles = [
+        role_name
+        for role_name, played_by in config.league_roles.items()
+        if played_by == "league" and config.league.share == 1.0
+    ]
 
     def made(algo: Algorithm) -> Returns:
         return Returns(
             process_weight=algo.process_weight,
             discount=algo.turn_discount,
-            frozen=frozenset({*config.rollout.frozen_roles(), *past}),
+            frozen=frozenset({*config.rollout.frozen_roles(), *past_roles}),
             quorum=config.quorum,
             # Skipping is only sound if equal returns leave nothing to learn, for every algorithm that judges a role:
             # one that distils a teacher learns from groups without any spread.
-            skips=all(judge.judges_returns for judge in (algo, *roles.values())),
-            by_role=tuple((role, judge.process_weight, judge.turn_discount) for role, judge in roles.items()),
+            skips=all(judging_algo.judges_returns for judging_algo in (algo, *role_algos.values())),
+            by_role=tuple(
+                (role_name, judging_algo.process_weight, judging_algo.turn_discount)
+                for role_name, judging_algo in role_algos.items()
+            ),
         )
 
-    by_env = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}
-    return replace(made(config.algo), by_env=tuple(by_env.items()))
+    returns_by_env = {
+        task_table.id or config.env.id: made(task_table.algo)
+        for task_table in config.tasks
+        if task_table.algo is not None
+    }
+    return replace(made(config.algo), by_env=tuple(returns_by_env.items()))

@@ -44,19 +44,23 @@ class Telemetry(Closing):
 
     def append(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         """Write values that the store has to the file. Raises DiskFull if there is no space left."""
-        line: dict[str, Json] = {
+        line_fields: dict[str, Json] = {
             "kind": kind,
             "step": step,
             "time": self._clock(),
             "process": self._process,
             "attempt": self._attempt,
         }
-        line |= {key: finite(value) for key, value in values.items() if key not in line}
-        data = json.dumps(line).encode() + b"\n"
+        line_fields |= {
+            value_name: finite(measured_value)
+            for value_name, measured_value in values.items()
+            if value_name not in line_fields
+        }
+        line_bytes = json.dumps(line_fields).encode() + b"\n"
         try:
             # A disk that fills up takes a part of the line. The next line begins with a line break then, so that one
             # record is lost and not two.
-            self._torn = os.write(self._fd, b"\n" * self._torn + data) < len(data)
+            self._torn = os.write(self._fd, b"\n" * self._torn + line_bytes) < len(line_bytes)
             if self._torn:
                 raise DiskFull(f"{self._path}: no space left for a whole line: free some")
         except OSError as error:

@@ -127,9 +127,11 @@ class Trainer:
             trl_class = _trl_class(env, Path(out))
             if dataset is None or (not reward_funcs and trl_class is None) or (env is not None and trl_class is None):
                 arguments = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
-                hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
-                beside = " beside tools" if tools else ""
-                raise UsageError(f"Trainer got {arguments}{beside}: {hint}")
+                correction = (
+                    "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
+                )
+                beside_text = " beside tools" if tools else ""
+                raise UsageError(f"Trainer got {arguments}{beside_text}: {correction}")
             if tools and trl_class is not None:
                 raise UsageError("tools beside a class for TRL: make them methods of the class, or leave env out")
             document = document_of(
@@ -144,11 +146,11 @@ class Trainer:
             env = None
             configuration.parse(document)  # a bad setting leaves no run file
             write_run_file(document, Path(out).with_name(f"{Path(out).name}.toml"))
-        section = cast("dict[str, Any]", document.setdefault("env", {}))
+        env_section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
-            section["id"] = env if isinstance(env, str) else reference_of(env, Path(out))
+            env_section["id"] = env if isinstance(env, str) else reference_of(env, Path(out))
         if reward is not None:
-            section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
+            env_section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
         self.config = configuration.parse(document)
         self.out, self._overwrite = Path(out), overwrite
 
@@ -165,14 +167,14 @@ class Trainer:
         self.config = with_held_out_sizes(_fitted(_pinned(self.config)))
         name_shared_rows(self.config)
         check_startable(self.config)
-        run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
+        run_folder = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
-            return finish_training(run, _shown(view, quiet), self._callbacks)
+            return finish_training(run_folder, _shown(view, quiet), self._callbacks)
         except AgentRLError:
             # A run that never played an episode is removed, so that the corrected command can be given again as it was;
             # its logs stay, as they say why. One that has played anything is kept, whatever went wrong.
-            if not began(run):
-                run.discard()
+            if not began(run_folder):
+                run_folder.discard()
             raise
 
     @staticmethod
@@ -190,24 +192,24 @@ class Trainer:
         trains on.
         Raises ConfigError for a setting that may not change."""
         check_no_loop("Trainer.resume")
-        callbacks, run = check_callbacks(callbacks), RunDir.open(Path(path))
+        callbacks, run_folder = check_callbacks(callbacks), RunDir.open(Path(path))
         if settings:
-            resume_overrides.change(run, list(settings))
-        resume_overrides.reopen_stopped(run)
-        return finish_training(run, _shown(view, quiet), callbacks)
+            resume_overrides.change(run_folder, list(settings))
+        resume_overrides.reopen_stopped(run_folder)
+        return finish_training(run_folder, _shown(view, quiet), callbacks)
 
     def stop(self, *, now: bool = False) -> bool:
         """Ask the run at `out` to end, and return at once; False if this process does not train it. Training ends after
         the step under way: the learner saves, the held-out sets are measured, and `train` returns its summary. With
         `now` the run ends as by Ctrl-C: `train` raises Interrupted. Either can be resumed. To be called from any
         thread, also that of a callback, and in any loop."""
-        request = _under_way.get(self.out.resolve())
-        if request is None:
+        stop_request = _under_way.get(self.out.resolve())
+        if stop_request is None:
             return False
         if now:
-            request.ask_to_interrupt("stopped by Trainer.stop")
+            stop_request.ask_to_interrupt("stopped by Trainer.stop")
         else:
-            request.ask_to_finish("stopped by Trainer.stop")
+            stop_request.ask_to_finish("stopped by Trainer.stop")
         return True
 
     def evaluate(
@@ -253,8 +255,8 @@ def _shown(view: View | None, quiet: bool) -> View:
 def began(run: RunDir) -> bool:
     """Whether the run got as far as playing episodes: its engines were up. If its database is away, it may have."""
     try:
-        with RunStore.read(run.store_path) as store:
-            return PHASE.of(store.meta) is not None
+        with RunStore.read(run.store_path) as run_store:
+            return PHASE.of(run_store.meta) is not None
     except StoreAway:
         return True
 
@@ -269,18 +271,23 @@ def _pinned(config: RunConfig) -> RunConfig:
         # an hour later.
         return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
 
-    roles = [role.model_copy(update={"model": pinned(role.model)}) if role.model else role for role in config.roles]
-    return config.model_copy(update={"model": pinned(config.model), "roles": roles})
+    role_tables = [
+        role_table.model_copy(update={"model": pinned(role_table.model)}) if role_table.model else role_table
+        for role_table in config.roles
+    ]
+    return config.model_copy(update={"model": pinned(config.model), "roles": role_tables})
 
 
 def _fitted(config: RunConfig) -> RunConfig:
     """The configuration with defaults for this machine, which are printed on stderr."""
     machine = machine_defaults.Machine.seen()
     parameters = machine_defaults.parameters_of(model_dir(config.model)) if machine.gpus or machine.bfloat16 else 0
-    config, chosen = machine_defaults.fitted(config, machine, parameters)
-    if chosen:
-        text = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
-        print(f"agentrl: chosen for this machine and model: {text}", file=sys.stderr)
+    config, chosen_settings = machine_defaults.fitted(config, machine, parameters)
+    if chosen_settings:
+        chosen_text = ", ".join(
+            f"{setting_key} = {setting_value!r}" for setting_key, setting_value in chosen_settings.items()
+        )
+        print(f"agentrl: chosen for this machine and model: {chosen_text}", file=sys.stderr)
     return config
 
 
@@ -291,18 +298,21 @@ def check_startable(config: RunConfig) -> None:
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
     # `find_spec` and no import: importing torch takes seconds and gigabytes, in a process that never computes.
-    for package in _TRAINING:
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"training needs {package}, which is not installed: {install_command('train')}")
-    for line in contradictions(config):
-        print(f"agentrl: warning: {line}", file=sys.stderr)
+    for package_name in _TRAINING:
+        if importlib.util.find_spec(package_name) is None:
+            raise UsageError(f"training needs {package_name}, which is not installed: {install_command('train')}")
+    for warning_line in contradictions(config):
+        print(f"agentrl: warning: {warning_line}", file=sys.stderr)
     if config.syncs_memory:
         check_sender(config.transport.backend, untested=config.engine.untested_vllm)
     _check_store(config)
-    taken, sglang = [gpu for gpus in config.engine.gpus for gpu in gpus], config.engine.kind == "sglang"
-    if taken:
-        (server_start.visible if sglang else check_gpus)(taken)
-    if sglang and not config.engine.urls and not config.cluster.on_ray:
+    taken_gpus, uses_sglang = (
+        [gpu_number for gpu_group in config.engine.gpus for gpu_number in gpu_group],
+        config.engine.kind == "sglang",
+    )
+    if taken_gpus:
+        (server_start.visible if uses_sglang else check_gpus)(taken_gpus)
+    if uses_sglang and not config.engine.urls and not config.cluster.on_ray:
         server_launch.find_build()
     # The cheap checks first, those that start processes or open sockets last: a typing mistake is reported in a second.
     take_order(config)
@@ -323,19 +333,22 @@ def check_startable(config: RunConfig) -> None:
 
 def _check_store(config: RunConfig) -> None:
     """Write, read and remove a small object where weights are to go."""
-    url = config.engine.weights_url
-    if url is not None:
+    weights_url = config.engine.weights_url
+    if weights_url is not None:
         try:
-            object_store.check(url, deadline_s=config.engine.admin_deadline_s)
+            object_store.check(weights_url, deadline_s=config.engine.admin_deadline_s)
         except WeightSyncError as error:
-            raise ConfigError("engine.weights_url", url, str(error)) from None
+            raise ConfigError("engine.weights_url", weights_url, str(error)) from None
 
 
 def _check_ranks(config: RunConfig) -> None:
     """Refuse ranks that cannot divide the heads, or the experts, of the model among them."""
-    plan, described = config.train.parallel, json.loads((model_dir(config.model) / "config.json").read_text())
-    for key, width, counts in (("tensor", plan.tensor, HEADS), ("expert", plan.expert, EXPERTS)):
-        check_divides(key, width, described.get("text_config") or described, counts)
+    parallel_plan, described = config.train.parallel, json.loads((model_dir(config.model) / "config.json").read_text())
+    for rank_axis, axis_width, count_names in (
+        ("tensor", parallel_plan.tensor, HEADS),
+        ("expert", parallel_plan.expert, EXPERTS),
+    ):
+        check_divides(rank_axis, axis_width, described.get("text_config") or described, count_names)
 
 
 def _check_memory(config: RunConfig) -> None:
@@ -344,50 +357,52 @@ def _check_memory(config: RunConfig) -> None:
     # holds memory for as long as it lives.
     command = [sys.executable, "-m", "agentrl.planning.plan"]
     try:
-        request = configuration.to_json(config)
-        done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=_PLAN_S, check=True)
+        config_text = configuration.to_json(config)
+        plan_process = subprocess.run(
+            command, input=config_text, capture_output=True, text=True, timeout=_PLAN_S, check=True
+        )
     except subprocess.SubprocessError as error:
         print(f"agentrl: warning: whether memory holds the learner is not known ({error})", file=sys.stderr)
         return
-    if done.stdout:
-        raise ConfigError("train.device", config.train.device, done.stdout)
+    if plan_process.stdout:
+        raise ConfigError("train.device", config.train.device, plan_process.stdout)
 
 
 def _check_slots(config: RunConfig) -> None:
     """Find the models that the algorithms name, such as a teacher."""
-    for field, algo in config.algorithms.items():
-        for name, model in algo.slots.frozen.items():
-            if model is not None:
+    for algo_field, algorithm in config.algorithms.items():
+        for slot_name, slot_model in algorithm.slots.frozen.items():
+            if slot_model is not None:
                 try:
-                    slot_dir(config, model)
+                    slot_dir(config, slot_model)
                 except ModelError as error:
-                    raise ConfigError(f"{field}.{name}", model, str(error)) from None
+                    raise ConfigError(f"{algo_field}.{slot_name}", slot_model, str(error)) from None
 
 
 def _check_environments(config: RunConfig) -> None:
     """Make each environment of the run once, with the arguments that workers will give it."""
-    held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
-    checked: list[tuple[str, Mapping[str, Any]]] = []
-    untold: dict[str, str] = {}  # by environment, which may be there with several arguments
-    for task in (*first_tasks(config), *held_out):
+    held_out = [first_task for eval_set in config.eval.sets for first_task in evaluation.tasks_of(config, eval_set, 1)]
+    checked_envs: list[tuple[str, Mapping[str, Any]]] = []
+    untold_by_env: dict[str, str] = {}  # by environment, which may be there with several arguments
+    for first_task in (*first_tasks(config), *held_out):
         # A list and no set, as arguments may hold lists; there are few.
-        if (task.env, task.kwargs) not in checked:
-            checked.append((task.env, task.kwargs))
-            with boundary(EnvError, f"{task.env} raised", place=True):
-                env = make(task.env, **task.kwargs)
-                env.close()
-            _warn_of_deadlines(config, task.env, env)
-            _check_images(config, env)
-            if (left_out := _check_dialect(config, env.unwrapped)) is not None:
-                untold[task.env] = left_out
-    for id, left_out in untold.items():
-        print(f"agentrl: {id}: {left_out}", file=sys.stderr)
+        if (first_task.env, first_task.kwargs) not in checked_envs:
+            checked_envs.append((first_task.env, first_task.kwargs))
+            with boundary(EnvError, f"{first_task.env} raised", place=True):
+                environment = make(first_task.env, **first_task.kwargs)
+                environment.close()
+            _warn_of_deadlines(config, first_task.env, environment)
+            _check_images(config, environment)
+            if (left_out := _check_dialect(config, environment.unwrapped)) is not None:
+                untold_by_env[first_task.env] = left_out
+    for env_id, left_out in untold_by_env.items():
+        print(f"agentrl: {env_id}: {left_out}", file=sys.stderr)
 
 
 def _check_images(config: RunConfig, env: Any) -> None:
     """Check that a model reads the images that an environment declares. Raises ConfigError."""
-    if getattr(env.observation_space, "max_images", 0) and (why := renderer_of(config).no_images):
-        raise ConfigError("model", config.model, f"{env.unwrapped} shows images: {why}")
+    if getattr(env.observation_space, "max_images", 0) and (refusal := renderer_of(config).no_images):
+        raise ConfigError("model", config.model, f"{env.unwrapped} shows images: {refusal}")
 
 
 def _check_dialect(config: RunConfig, env: Any) -> str | None:
@@ -395,80 +410,96 @@ def _check_dialect(config: RunConfig, env: Any) -> str | None:
     template leaves out. Raises ConfigError."""
     if not getattr(env, "schemas", None):
         return None
-    renderer, dialect = renderer_of(config), getattr(env, "tool_format", None)
-    if dialect is None and renderer.tool_format is None:
-        choices = f"give one of {', '.join(FORMATS)}, or one of your own"
-        hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {choices}"
-        raise ConfigError("env.kwargs.tool_format", None, hint)
-    if dialect is not None and not get_format(dialect).native:
+    renderer, env_dialect = renderer_of(config), getattr(env, "tool_format", None)
+    if env_dialect is None and renderer.tool_format is None:
+        choices_text = f"give one of {', '.join(FORMATS)}, or one of your own"
+        unknown_dialect = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here"
+        correction = f"{unknown_dialect}: {choices_text}"
+        raise ConfigError("env.kwargs.tool_format", None, correction)
+    if env_dialect is not None and not get_format(env_dialect).native:
         return None  # the environment describes the tools itself
-    if dialect is not None and renderer.untold and dialect != renderer.tool_format:
-        hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
-        raise ConfigError("env.kwargs.tool_format", dialect, hint)
+    if env_dialect is not None and renderer.untold and env_dialect != renderer.tool_format:
+        correction = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
+        raise ConfigError("env.kwargs.tool_format", env_dialect, correction)
     return renderer.untold
 
 
 def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
     """Warn on stderr, with the settings to give, if an honest step may take longer than the run's deadlines allow."""
-    needs_s, by = float(getattr(env.unwrapped, "needs_step_s", 0.0)), getattr(env.unwrapped, "needs_step_by", "")
-    deadlines = {f"rollout.{name}": getattr(config.rollout, name) for name in ("step_deadline_s", "episode_deadline_s")}
-    short = {name: value for name, value in deadlines.items() if value < needs_s}
-    if short:
-        limits = " and ".join(f"{name} = {value:g}" for name, value in short.items())
-        typed = " ".join(f"--set {name}={needs_s:g}" for name in short)
-        takes = f"{needs_s:g} s ({by})" if by else f"{needs_s:g} s"
-        line = f"one step of {id} may honestly take {takes}; {limits} would end it as the policy's time limit: {typed}"
-        print(f"agentrl: warning: {line}", file=sys.stderr)
+    needed_s = float(getattr(env.unwrapped, "needs_step_s", 0.0))
+    cause_text = getattr(env.unwrapped, "needs_step_by", "")
+    deadlines = {
+        f"rollout.{setting_name}": getattr(config.rollout, setting_name)
+        for setting_name in ("step_deadline_s", "episode_deadline_s")
+    }
+    short_deadlines = {
+        setting_name: deadline_s for setting_name, deadline_s in deadlines.items() if deadline_s < needed_s
+    }
+    if short_deadlines:
+        limits_text = " and ".join(
+            f"{setting_name} = {deadline_s:g}" for setting_name, deadline_s in short_deadlines.items()
+        )
+        typed_settings = " ".join(f"--set {setting_name}={needed_s:g}" for setting_name in short_deadlines)
+        duration_text = f"{needed_s:g} s ({cause_text})" if cause_text else f"{needed_s:g} s"
+        warning_line = f"one step of {id} may honestly take {duration_text}; {limits_text}"
+        ending_text = f"would end it as the policy's time limit: {typed_settings}"
+        print(f"agentrl: warning: {warning_line} {ending_text}", file=sys.stderr)
 
 
 def _check_roles(config: RunConfig) -> None:
     """Check that all roles in the run file are roles of the environment (its `roles`), and that one of them learns."""
-    bound, policies = config.rollout.roles, config.rollout.frozen_roles()
-    role_fields = {f"rollout.roles.{role}": role for role in bound}
-    role_fields |= {f"roles.{number}.name": table.name for number, table in enumerate(config.roles)}
+    bound_roles, frozen_policies = config.rollout.roles, config.rollout.frozen_roles()
+    role_fields = {f"rollout.roles.{role_name}": role_name for role_name in bound_roles}
+    role_fields |= {f"roles.{role_number}.name": role_table.name for role_number, role_table in enumerate(config.roles)}
     if not role_fields:
         return
-    roles = tuple(dict.fromkeys(role for task in first_tasks(config) for role in _roles_of(task)))
-    for field, role in role_fields.items():
-        if not roles:
-            field = "roles" if field.startswith("roles") else "rollout.roles"
-            raise ConfigError(field, role, f"{config.env.id} names no roles: leave it out")
-        if role not in roles:
-            raise ConfigError(field, bound.get(role, role), f"{config.env.id} has the roles {', '.join(roles)}")
-    for role, policy in policies.items():
-        if policy in config.rollout.frozen_models():
+    known_roles = tuple(
+        dict.fromkeys(role_name for first_task in first_tasks(config) for role_name in _roles_of(first_task))
+    )
+    for role_field, role_name in role_fields.items():
+        if not known_roles:
+            role_field = "roles" if role_field.startswith("roles") else "rollout.roles"
+            raise ConfigError(role_field, role_name, f"{config.env.id} names no roles: leave it out")
+        if role_name not in known_roles:
+            raise ConfigError(
+                role_field,
+                bound_roles.get(role_name, role_name),
+                f"{config.env.id} has the roles {', '.join(known_roles)}",
+            )
+    for role_name, policy_name in frozen_policies.items():
+        if policy_name in config.rollout.frozen_models():
             try:
-                frozen_model_dir(config, policy)
+                frozen_model_dir(config, policy_name)
             except ModelError as error:
-                hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
-                raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
-    for number, table in enumerate(config.roles):
-        if table.model is not None:
+                correction = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
+                raise ConfigError(f"rollout.roles.{role_name}", policy_name, correction) from None
+    for role_number, role_table in enumerate(config.roles):
+        if role_table.model is not None:
             try:
-                slot_dir(config, table.model)
+                slot_dir(config, role_table.model)
             except ModelError as error:
-                raise ConfigError(f"roles.{number}.model", table.model, str(error)) from None
+                raise ConfigError(f"roles.{role_number}.model", role_table.model, str(error)) from None
     if config.league_roles:
         league.rule(config.league)
-    past = {role for role, plays in config.league_roles.items() if plays == "league"}
-    if set(roles) == {*policies, *past}:
-        raise ConfigError("rollout.roles", policies, "no role is left to learn: give one 'trained'")
+    past_roles = {role_name for role_name, played_by in config.league_roles.items() if played_by == "league"}
+    if set(known_roles) == {*frozen_policies, *past_roles}:
+        raise ConfigError("rollout.roles", frozen_policies, "no role is left to learn: give one 'trained'")
 
 
 def _roles_of(task: Task) -> tuple[str, ...]:
     """The roles that take turns in a task's environment; none if one policy is all there is."""
-    env = make(task.env, **task.kwargs)
-    env.close()
-    return tuple(getattr(env, "roles", ()))
+    environment = make(task.env, **task.kwargs)
+    environment.close()
+    return tuple(getattr(environment, "roles", ()))
 
 
 def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train a run to its end, then write its summary, plot and transcripts."""
     restarts: dict[str, int] = {}
-    stop, trackers = StopRequest(), made(run.config().trackers)
+    stop_request, trackers = StopRequest(), made(run.config().trackers)
 
     async def body(supervisor: Supervisor) -> None:
-        async with telling([*callbacks, *trackers], run, supervisor.config, stop):
+        async with telling([*callbacks, *trackers], run, supervisor.config, stop_request):
             try:
                 await supervisor.train()
             finally:
@@ -476,28 +507,28 @@ def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ())
                 restarts.update(supervisor.children.restarts)
 
     # The view outside of the run: what the supervisor says while it ends still has to be shown.
-    with view, _stoppable(run, stop):
-        run_to_end(run, body, on_tick=view.tick, stop=stop)
-    with RunStore.read(run.store_path) as store:
-        config = run.config()
-        summary = report.summarise(run, config, store, restarts=restarts)
-        plot = report.plot(run, config, store)
-        report.transcripts(run, config, store)
-        hand_over(trackers, summary, plot, store.versions.current_version().step)
-        return summary
+    with view, _stoppable(run, stop_request):
+        run_to_end(run, body, on_tick=view.tick, stop=stop_request)
+    with RunStore.read(run.store_path) as run_store:
+        run_config = run.config()
+        run_summary = report.summarise(run, run_config, run_store, restarts=restarts)
+        plot_path = report.plot(run, run_config, run_store)
+        report.transcripts(run, run_config, run_store)
+        hand_over(trackers, run_summary, plot_path, run_store.versions.current_version().step)
+        return run_summary
 
 
 @contextmanager
 def _stoppable(run: RunDir, stop: StopRequest) -> Generator[None]:
     """Let `Trainer.stop` find the run. Another call in this process may have the same folder, and waits for its lock in
     vain: the run that is under way stays the one to stop."""
-    path = run.path.resolve()
-    first = _under_way.setdefault(path, stop) is stop
+    run_path = run.path.resolve()
+    is_first = _under_way.setdefault(run_path, stop) is stop
     try:
         yield
     finally:
-        if first:
-            del _under_way[path]
+        if is_first:
+            del _under_way[run_path]
 
 
 def measure(
@@ -511,9 +542,9 @@ def measure(
 ) -> list[evaluation.EvalResult]:
     """Measure a run's newest checkpoint or a model, see `of_checkpoint.measured`; without `out`, in a folder that is
     removed."""
-    config, adapters = measured(what, env, n, settings)
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
-        return evaluate(config, adapters, out=out or owner.path / "run", view=view)
+    run_config, adapters = measured(what, env, n, settings)
+    with closing(OwnedFolder(prefer_memory=False)) as owned_folder:
+        return evaluate(run_config, adapters, out=out or owned_folder.path / "run", view=view)
 
 
 def evaluate(
@@ -528,42 +559,42 @@ def evaluate(
     gives both for a run that was trained. Raises UsageError if `out` holds a run that trained."""
     check_no_loop("evaluate")
     if config.syncs_memory and config.engine.urls:
-        hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
-        raise ConfigError("engine.urls", config.engine.urls, hint)
+        correction = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
+        raise ConfigError("engine.urls", config.engine.urls, correction)
     check_startable(config)
     # An evaluation replaces the folder's content, and a run that trained may be weeks of work behind one wrong --out.
     if _has_trained(RunDir(out)):
         raise UsageError(f"{out} holds a run that trained: give another --out")
-    run = RunDir.create(out, config, overwrite=True)
+    run_folder = RunDir.create(out, config, overwrite=True)
     if adapters is not None:
-        adapters.copy_into(run)
+        adapters.copy_into(run_folder)
 
     async def body(supervisor: Supervisor) -> None:
         await supervisor.measure()
 
-    shown = view or Warnings()
+    shown_view = view or Warnings()
     try:
-        with shown:
-            run_to_end(run, body, on_tick=shown.tick)
+        with shown_view:
+            run_to_end(run_folder, body, on_tick=shown_view.tick)
     except Interrupted:
         raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
-    with RunStore.read(run.store_path) as store:
-        results: list[evaluation.EvalResult] = []
+    with RunStore.read(run_folder.store_path) as run_store:
+        eval_results: list[evaluation.EvalResult] = []
         for held_out in config.eval.sets:
             purpose = evaluation.label(held_out.name, "now")
-            result = evaluation.result(store, held_out.name, purpose)
-            if result is not None:
-                failed = failed_tasks.as_rows(store.metrics.failed_tasks(purpose), config)
-                results.append(replace(result, failed_tasks=failed))
-        return results
+            eval_result = evaluation.result(run_store, held_out.name, purpose)
+            if eval_result is not None:
+                failed_rows = failed_tasks.as_rows(run_store.metrics.failed_tasks(purpose), config)
+                eval_results.append(replace(eval_result, failed_tasks=failed_rows))
+        return eval_results
 
 
 def _has_trained(run: RunDir) -> bool:
     if not run.store_path.exists():
         return False
-    with RunStore.read(run.store_path) as store:
-        begun = TRAIN_STARTED_S.of(store.meta) is not None
-    return begun or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+    with RunStore.read(run.store_path) as run_store:
+        has_begun = TRAIN_STARTED_S.of(run_store.meta) is not None
+    return has_begun or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
 def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
@@ -573,7 +604,15 @@ def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict
         config = configuration.load(Path(config))
     if isinstance(config, RunConfig):
         document = config.model_dump(mode="json", exclude_unset=True)
-        algo = {"algo": config.algo} if "algo" in config.model_fields_set else {}
-        return document | algo | {key: list(getattr(config, key)) for key in ("tasks", "roles") if key in document}
+        algo_section = {"algo": config.algo} if "algo" in config.model_fields_set else {}
+        return (
+            document
+            | algo_section
+            | {
+                section_name: list(getattr(config, section_name))
+                for section_name in ("tasks", "roles")
+                if section_name in document
+            }
+        )
     # A copy: the sections are filled in below, and a caller in a notebook gives the same mapping to the next Trainer.
     return copy.deepcopy(dict(config))
