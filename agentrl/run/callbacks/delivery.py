@@ -172,9 +172,8 @@ class Teller:
         self._raised[error_kind, error_place] += 1
         error_count = self._raised[error_kind, error_place]
         if error_count == 1:
-            traceback_below = (
-                None if error.__traceback__ is None else error.__traceback__.tb_next
-            )  # the frame above is ours
+            # The frame above is ours.
+            traceback_below = None if error.__traceback__ is None else error.__traceback__.tb_next
             print("".join(traceback.format_exception(type(error), error, traceback_below)).rstrip(), file=sys.stderr)
         if self.callback.errors == "stop":
             self._broken = True

@@ -41,12 +41,8 @@ class WandbTracker(AppendingTracker):
         """Begin W&B's run, or go on in it; offline each start writes a file of its own for the same run."""
         wandb_folder = run.folder if self._folder is None else Path(self._folder).expanduser()
         wandb_folder.mkdir(parents=True, exist_ok=True)
-        disabled_settings = (
-            "disable_git",
-            "x_disable_meta",
-            "x_disable_stats",
-            "silent",
-        )  # nothing of this machine goes along
+        # Nothing of this machine goes along.
+        disabled_settings = ("disable_git", "x_disable_meta", "x_disable_stats", "silent")
         wandb_settings = {
             **dict.fromkeys(disabled_settings, True),
             "console": "off",

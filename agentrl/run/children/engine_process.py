@@ -109,9 +109,8 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role:
             canary=weight_canary,
             store=object_folder,
         )
-    first_version = (
-        WeightVersion(version=0, step=0) if current.step else current
-    )  # an adapter's tokens carry its own version
+    # An adapter's tokens carry its own version.
+    first_version = WeightVersion(version=0, step=0) if current.step else current
     adapter = on_disk or start.adapter
     return ServedWeights(
         model=model_dir(config.model),
@@ -443,10 +442,8 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
         if fresh or not adapters_alone:
             base_version = weights.base if adapters_alone else weights.current
             await _push_whole(client, weights, base_version.version, config)
-        for (
-            past_version,
-            adapter_folder,
-        ) in weights.past.items():  # before the current one, which says that all are there
+        # Before the current one, which says that all are there.
+        for past_version, adapter_folder in weights.past.items():
             await adapters.load([client], adapter_folder, past_version, kept=True, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)

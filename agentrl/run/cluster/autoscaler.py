@@ -179,9 +179,8 @@ class Controller:
             await trio.sleep(EVERY_S)
 
     def _remember(self, store: RunStore) -> None:
-        self._judged = max(
-            (metric_row.step for metric_row in store.metrics.values("step")), default=0
-        )  # none of an earlier life
+        # None of an earlier life.
+        self._judged = max((metric_row.step for metric_row in store.metrics.values("step")), default=0)
         # Also moves that a rollback undid: they happened, and cost what they cost. A run that crashes after every move
         # would otherwise make the same one again and again.
         for metric_row in store.metrics.values(KIND, undone=True):
@@ -222,9 +221,9 @@ class Controller:
     async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> WindowFigures | None:
         """Measure a window and predict the splits beside the present one. None if the window has too little data."""
         busy_seconds, token_count = (
-            sum(float(step_row.values[metric_name] or 0) for step_row in rows)
+            sum(float(step_row.values[metric_name] or 0) for step_row in rows)  # pyright: ignore[reportArgumentType]
             for metric_name in ("busy_s", "tokens_scored")
-        )  # pyright: ignore[reportArgumentType]
+        )
         window_s = rows[-1].time_s - rows[0].time_s
         if not token_count or window_s <= 0:
             return None
