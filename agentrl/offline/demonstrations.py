@@ -57,16 +57,16 @@ def read(file: Path, renderer: Renderer, *, vocab: int, max_context: int) -> lis
     # A key that nothing reads is usually in every row of a file. One notice a row would bury the one that matters, so
     # they are counted, and each is printed once with its first place.
     with notices.gathered():
-        for number, place, row in _rows(file):
+        for row_number, row_place, data_row in _rows(file):
             try:
-                with notices.at(place):
-                    turns = _turns(row, renderer)
+                with notices.at(row_place):
+                    row_turns = _turns(data_row, renderer)
             except (ValueError, KeyError, TypeError, ModelError) as error:
                 # The text of a KeyError is only the quoted key, which reads as nonsense behind a line number.
-                reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
-                raise UsageError(f"{place}: {reason}") from error
-            _check(turns, place, vocab, max_context)
-            episodes.append(_episode(number, turns))
+                error_text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+                raise UsageError(f"{row_place}: {error_text}") from error
+            _check(row_turns, row_place, vocab, max_context)
+            episodes.append(_episode(row_number, row_turns))
     if not episodes:
         raise UsageError(f"{file} holds no demonstrations")
     return episodes
@@ -75,22 +75,22 @@ def read(file: Path, renderer: Renderer, *, vocab: int, max_context: int) -> lis
 def _rows(file: Path) -> Iterator[tuple[int, str, Any]]:
     """Number, place and value of each row. Lines are read one by one, so that a file may be larger than memory."""
     if set(file.suffixes) & {".json", ".csv", ".tsv", ".parquet", ".gz"}:
-        for number, row in enumerate(read_rows(str(file)), 1):
-            yield number, f"{file}, row {number}", row
+        for row_number, data_row in enumerate(read_rows(str(file)), 1):
+            yield row_number, f"{file}, row {row_number}", data_row
         return
     try:
         # `utf-8-sig` because spreadsheets and Windows editors begin a file with a byte-order mark, which JSON
         # refuses. `newline="\n"` because universal newlines would split a line at a lone carriage return, and the
         # numbers in errors would no longer be those of an editor.
-        with file.open(encoding="utf-8-sig", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    place = f"{file}, line {number}"
+        with file.open(encoding="utf-8-sig", newline="\n") as text_lines:
+            for row_number, json_line in enumerate(text_lines, 1):
+                if json_line.strip():
+                    row_place = f"{file}, line {row_number}"
                     try:
-                        row = decode_row(line)
+                        data_row = decode_row(json_line)
                     except ValueError as error:
-                        raise UsageError(f"{place} is not JSON: {error}") from error
-                    yield number, place, row
+                        raise UsageError(f"{row_place} is not JSON: {error}") from error
+                    yield row_number, row_place, data_row
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: {error}") from error
     except OSError as error:
@@ -102,89 +102,114 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
         raise ValueError("it is no JSON object")
     # A table of Parquet or CSV has every column in every row, those that a row does not use as null. Null is
     # therefore absence, or `functions: null` would forbid `tools`.
-    table = {name: value for name, value in cast("dict[str, Any]", row).items() if value is not None}
+    row_fields = {
+        column_name: field_value
+        for column_name, field_value in cast("dict[str, Any]", row).items()
+        if field_value is not None
+    }
     # Either could be trained, and they need not be the same. A guess here would be wrong without anybody's notice,
     # and a wrong demonstration is learned as well as a right one.
-    if "turns" in table and "messages" in table:
+    if "turns" in row_fields and "messages" in row_fields:
         raise ValueError("it has turns, the exact tokens of a model, beside messages: give one of them")
-    if "turns" in table:
-        _name_unused(table, _EXACT_KEYS)
-        return [_exact(number, turn) for number, turn in enumerate(_listed(table["turns"], "turns"))]
-    if "messages" in table:
-        _name_unused(table, _TALK_KEYS)
-        talk = _listed(table["messages"], "messages")
-    elif "prompt" in table:
-        _name_unused(table, _PAIR_KEYS)
-        talk = _prompted(table)
+    if "turns" in row_fields:
+        _name_unused(row_fields, _EXACT_KEYS)
+        return [
+            _exact(turn_number, exact_turn)
+            for turn_number, exact_turn in enumerate(_listed(row_fields["turns"], "turns"))
+        ]
+    if "messages" in row_fields:
+        _name_unused(row_fields, _TALK_KEYS)
+        raw_messages = _listed(row_fields["messages"], "messages")
+    elif "prompt" in row_fields:
+        _name_unused(row_fields, _PAIR_KEYS)
+        raw_messages = _prompted(row_fields)
     # ShareGPT's `from` and `value` are refused by name. Their roles are not standardised, and to guess which speaker
     # is the assistant decides what is trained.
-    elif "conversations" in table or "conversation" in table:
+    elif "conversations" in row_fields or "conversation" in row_fields:
         raise ValueError("conversations are not read: give messages, each with role and content")
     else:
         raise ValueError("it has neither messages, nor prompt and completion, nor turns")
-    if pictures := [key for key in _PICTURE_KEYS if table.get(key)]:
-        raise ValueError(f"demonstrations with images are not learned from: leave {pictures[0]!r} out")
-    if "functions" in table and "tools" in table:
+    if picture_keys := [picture_key for picture_key in _PICTURE_KEYS if row_fields.get(picture_key)]:
+        raise ValueError(f"demonstrations with images are not learned from: leave {picture_keys[0]!r} out")
+    if "functions" in row_fields and "tools" in row_fields:
         raise ValueError("it has functions beside tools: give tools alone")
-    tools = plain_tools(table.get("tools", table.get("functions")))
+    row_tools = plain_tools(row_fields.get("tools", row_fields.get("functions")))
     # Arrow gives all structs of a column the union of their keys: the arguments of a call then have a null for each
     # argument of every other tool. Trained as they are, they would teach calls with dozens of nulls.
-    messages = without_padded_arguments(plain_messages(talk), tools)
-    if reason := _SPACE.why_not(messages):
-        raise ValueError(reason)
-    return _turns_of(messages, tools, renderer)
+    messages = without_padded_arguments(plain_messages(raw_messages), row_tools)
+    if refusal := _SPACE.why_not(messages):
+        raise ValueError(refusal)
+    return _turns_of(messages, row_tools, renderer)
 
 
 def _turns_of(messages: Messages, tools: Sequence[Mapping[str, Json]], renderer: Renderer) -> list[Turn]:
     """The turns of the assistant in a conversation. Those marked as context are turns that do not learn: later turns
     extend them all the same."""
-    spoken: list[Mapping[str, Any]] = []
-    for number, message in enumerate(messages):
+    spoken_messages: list[Mapping[str, Any]] = []
+    for message_number, message in enumerate(messages):
         if message["role"] == "assistant":
             # Also the messages that are only context: the renderer returns one turn for each message of the
             # assistant, and the two lists are zipped below. Context is marked, not left out.
-            spoken.append(message)
+            spoken_messages.append(message)
             if is_trained(message):
-                _check_calls(number, message, tools)
-            says = message["content"] or message.get("tool_calls") or message.get("reasoning_content")
-            if not says and is_trained(message):
-                raise ValueError(f"message {number}: the assistant says nothing: leave it out, or give it weight 0")
-        elif any(message.get(mark) for mark in TRAINING_MARKS):
+                _check_calls(message_number, message, tools)
+            spoken_content = message["content"] or message.get("tool_calls") or message.get("reasoning_content")
+            if not spoken_content and is_trained(message):
+                raise ValueError(
+                    f"message {message_number}: the assistant says nothing: leave it out, or give it weight 0"
+                )
+        elif any(message.get(training_mark) for training_mark in TRAINING_MARKS):
             notices.note("demonstrations", f"a mark to train a message of role {message['role']!r}: it is context")
-    if messages and messages[-1]["role"] != "assistant" and spoken:
+    if messages and messages[-1]["role"] != "assistant" and spoken_messages:
         notices.note("demonstrations", "messages behind the assistant's last one are not used")
     # The marks are ours and not the template's. Left in, the renderer would name them as keys that the template does
     # not read, for every file that uses them.
-    bare = tuple(cast("Message", {k: v for k, v in message.items() if k not in TRAINING_MARKS}) for message in messages)
-    renderer.name_unread(bare, tools)
-    turns: list[Turn] = []
+    bare_messages = tuple(
+        cast(
+            "Message",
+            {
+                message_key: message_value
+                for message_key, message_value in message.items()
+                if message_key not in TRAINING_MARKS
+            },
+        )
+        for message in messages
+    )
+    renderer.name_unread(bare_messages, tools)
+    new_turns: list[Turn] = []
     context_ids: list[int] = []  # the tokens up to the end of the last turn
-    for (prompt_ids, token_ids), message in zip(renderer.demonstrated(bare, tools), spoken, strict=True):
+    for (prompt_ids, token_ids), message in zip(
+        renderer.demonstrated(bare_messages, tools), spoken_messages, strict=True
+    ):
         # A turn extends the one before only if its prompt begins with exactly those tokens (law 1: tokens in, tokens
         # out). Equality of the messages would not do: a template that strips earlier reasoning writes other tokens
         # for the same messages, and the trained tokens would stand behind a context that the model never sees when it
         # acts.
-        goes_on = bool(context_ids) and list(prompt_ids[: len(context_ids)]) == context_ids
-        new_ids = prompt_ids[len(context_ids) :] if goes_on else prompt_ids
-        parent = len(turns) - 1 if goes_on else None
-        turns.append(_turn(len(turns), parent, new_ids, token_ids, learns=is_trained(message)))
+        extends_last = bool(context_ids) and list(prompt_ids[: len(context_ids)]) == context_ids
+        new_ids = prompt_ids[len(context_ids) :] if extends_last else prompt_ids
+        parent_index = len(new_turns) - 1 if extends_last else None
+        new_turns.append(_turn(len(new_turns), parent_index, new_ids, token_ids, learns=is_trained(message)))
         context_ids = [*prompt_ids, *token_ids]
-    return turns
+    return new_turns
 
 
 def _check_calls(number: int, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError for a call that nobody should learn: one whose arguments are no object. Name a call of a tool
     that the prompt does not offer."""
-    offered = {cast("Mapping[str, Any]", tool.get("function", tool)).get("name") for tool in tools}
-    for call in message.get("tool_calls", ()):
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+    offered_names = {
+        cast("Mapping[str, Any]", offered_tool.get("function", offered_tool)).get("name") for offered_tool in tools
+    }
+    for tool_call in message.get("tool_calls", ()):
+        tool_name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
         # A template writes arguments that are text or a list without complaint, in a form that no parser of calls
         # takes back. In context it is history; trained, it teaches a call that always fails.
         if not isinstance(arguments, dict):
-            hint = "give a JSON object, or the message weight 0"
-            raise ValueError(f"message {number}: the arguments of {name!r} are {arguments!r:.60}: {hint}")
-        if name not in offered:
-            notices.note("demonstrations", f"calls of {name!r}, which is not among the tools of its row, are trained")
+            correction = "give a JSON object, or the message weight 0"
+            raise ValueError(f"message {number}: the arguments of {tool_name!r} are {arguments!r:.60}: {correction}")
+        if tool_name not in offered_names:
+            notices.note(
+                "demonstrations", f"calls of {tool_name!r}, which is not among the tools of its row, are trained"
+            )
 
 
 def _name_unused(row: Mapping[str, Any], used: frozenset[str]) -> None:
@@ -192,11 +217,13 @@ def _name_unused(row: Mapping[str, Any], used: frozenset[str]) -> None:
     are those of messages, and a row that is marked as context must not be trained."""
     # Refused, not merely named as unused: some data sets mask whole rows this way, and a row that its author excluded
     # would be trained. `tests/run/test_sft.py::test_a_row_that_would_teach_something_else_is_refused`.
-    for key in (*TRAINING_MARKS, "mask", "loss_mask"):
-        if isinstance(value := row.get(key), bool | int | float | list) and value != 1:
-            raise ValueError(f"the row has {key} = {value!r:.40}: give its messages weight 0, or leave the row out")
-    for key in sorted(row.keys() - used):
-        notices.note("demonstrations", f"the key {key!r} is not used")
+    for row_key in (*TRAINING_MARKS, "mask", "loss_mask"):
+        if isinstance(mark_value := row.get(row_key), bool | int | float | list) and mark_value != 1:
+            raise ValueError(
+                f"the row has {row_key} = {mark_value!r:.40}: give its messages weight 0, or leave the row out"
+            )
+    for row_key in sorted(row.keys() - used):
+        notices.note("demonstrations", f"the key {row_key!r} is not used")
 
 
 def _listed(value: Any, field: str) -> list[Any]:
@@ -215,48 +242,54 @@ def _prompted(row: Mapping[str, Any]) -> list[Any]:
     """The conversation of a prompt and its completion. What the assistant says in the prompt is context, as in TRL."""
     if "completion" not in row:
         raise ValueError("it has a prompt and no completion")
-    prompt = _messages(row, "prompt", "user")
-    for place, message in enumerate(prompt):
+    prompt_messages = _messages(row, "prompt", "user")
+    for position, message in enumerate(prompt_messages):
         if isinstance(message, Mapping) and cast("Mapping[str, Any]", message).get("role") == "assistant":
-            fields = cast("Mapping[str, Any]", message)
+            message_fields = cast("Mapping[str, Any]", message)
             # A template ends the assistant's message before the completion begins, so the completion would open a
             # second message of the assistant, which is not how a model continues words of its own.
-            if place == len(prompt) - 1 and not fields.get("tool_calls"):
-                hint = "put these words at the beginning of the completion"
-                raise ValueError(f"the prompt ends with the assistant's words: {hint}")
+            if position == len(prompt_messages) - 1 and not message_fields.get("tool_calls"):
+                correction = "put these words at the beginning of the completion"
+                raise ValueError(f"the prompt ends with the assistant's words: {correction}")
             # A mark in the prompt that asks to train it is overruled: a prompt is context.
             # `tests/run/test_sft.py::test_what_the_assistant_says_in_a_prompt_is_context`.
-            marks = {key: value for key, value in fields.items() if key not in TRAINING_MARKS}
-            prompt[place] = {**marks, "weight": 0}
-    return [*prompt, *_messages(row, "completion", "assistant")]
+            unmarked_fields = {
+                field_key: field_value
+                for field_key, field_value in message_fields.items()
+                if field_key not in TRAINING_MARKS
+            }
+            prompt_messages[position] = {**unmarked_fields, "weight": 0}
+    return [*prompt_messages, *_messages(row, "completion", "assistant")]
 
 
 def _messages(row: Mapping[str, Any], field: str, role: str) -> list[Any]:
     """The messages of a prompt or a completion, either of which may be a text."""
-    value: Any = row[field]
-    if isinstance(value, str) and is_talk(value):
+    field_value: Any = row[field]
+    if isinstance(field_value, str) and is_talk(field_value):
         notices.note("demonstrations", f"a {field} that is the JSON text of chat messages is taken as a text")
-    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, field)
+    return [{"role": role, "content": field_value}] if isinstance(field_value, str) else _listed(field_value, field)
 
 
 def _exact(at: int, turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise ValueError(f"turn {at} is a {type(turn).__name__}, not an object")
     turn = cast("dict[str, Any]", turn)
-    for key in sorted(turn.keys() - _TURN_KEYS):
-        notices.note("demonstrations", f"the key {key!r} of a turn is not used")
-    parent, learns = turn["parent"], turn.get("learns", True)
+    for turn_key in sorted(turn.keys() - _TURN_KEYS):
+        notices.note("demonstrations", f"the key {turn_key!r} of a turn is not used")
+    parent_index, learns = turn["parent"], turn.get("learns", True)
     # `type(...) is not int` because `True` is an int, and a file that mixes up `parent` and `learns` would make turn
     # 1 the parent without complaint.
-    if parent is not None and (type(parent) is not int or not 0 <= parent < at):
-        raise ValueError(f"turn {at} extends turn {parent!r:.40}")
+    if parent_index is not None and (type(parent_index) is not int or not 0 <= parent_index < at):
+        raise ValueError(f"turn {at} extends turn {parent_index!r:.40}")
     if not isinstance(learns, bool):
         raise ValueError(f"turn {at} has learns = {learns!r:.40}: give true or false")
-    for field in ("prompt_ids", "token_ids"):
-        ids: Any = turn[field]
-        if not isinstance(ids, list) or any(type(id) is not int or id < 0 for id in cast("list[Any]", ids)):
-            raise ValueError(f"turn {at} has {field} = {ids!r:.40}: give a list of token ids")
-    return _turn(at, parent, turn["prompt_ids"], turn["token_ids"], learns=learns)
+    for ids_field in ("prompt_ids", "token_ids"):
+        field_ids: Any = turn[ids_field]
+        if not isinstance(field_ids, list) or any(
+            type(token_id) is not int or token_id < 0 for token_id in cast("list[Any]", field_ids)
+        ):
+            raise ValueError(f"turn {at} has {ids_field} = {field_ids!r:.40}: give a list of token ids")
+    return _turn(at, parent_index, turn["prompt_ids"], turn["token_ids"], learns=learns)
 
 
 def _turn(index: int, parent: int | None, prompt: Sequence[int], reply: Sequence[int], *, learns: bool = True) -> Turn:
@@ -276,22 +309,22 @@ def _turn(index: int, parent: int | None, prompt: Sequence[int], reply: Sequence
 
 
 def _check(turns: Sequence[Turn], place: str, vocab: int, max_context: int) -> None:
-    lengths: list[int] = []
-    for turn in turns:
+    context_lengths: list[int] = []
+    for checked_turn in turns:
         # A length is that of the whole context up to the end of the turn, for it is what the model computes at once.
         # That of a turn alone would let long conversations through to an error of the device.
-        before = 0 if turn.parent is None else lengths[turn.parent]
-        lengths.append(before + len(turn.prompt_ids) + len(turn.token_ids))
+        earlier_tokens = 0 if checked_turn.parent is None else context_lengths[checked_turn.parent]
+        context_lengths.append(earlier_tokens + len(checked_turn.prompt_ids) + len(checked_turn.token_ids))
         # The first token of a sequence is predicted from nothing, so a turn without a token before it would have one
         # that cannot be learned.
-        if not before and not turn.prompt_ids:
-            raise UsageError(f"{place}: turn {turn.index} has no token before it")
-        if max((*turn.prompt_ids, *turn.token_ids), default=0) >= vocab:
-            raise UsageError(f"{place}: turn {turn.index} has a token beyond the model's {vocab}")
-    if not any(turn.learns and turn.token_ids for turn in turns):
+        if not earlier_tokens and not checked_turn.prompt_ids:
+            raise UsageError(f"{place}: turn {checked_turn.index} has no token before it")
+        if max((*checked_turn.prompt_ids, *checked_turn.token_ids), default=0) >= vocab:
+            raise UsageError(f"{place}: turn {checked_turn.index} has a token beyond the model's {vocab}")
+    if not any(checked_turn.learns and checked_turn.token_ids for checked_turn in turns):
         raise UsageError(f"{place}: there is nothing to learn: no message of the assistant")
-    if max(lengths) > max_context:
-        raise UsageError(f"{place}: {max(lengths)} tokens: raise max_context ({max_context}), or leave it out")
+    if max(context_lengths) > max_context:
+        raise UsageError(f"{place}: {max(context_lengths)} tokens: raise max_context ({max_context}), or leave it out")
 
 
 def _episode(number: int, turns: Sequence[Turn]) -> Trajectory:

@@ -36,24 +36,28 @@ class Choice:
 
     def of(self, reads: Readers) -> list[int]:
         """Ids of the chosen episodes, in order."""
-        by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-        for row in _rows(reads):
+        members_by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        for episode_row in _rows(reads):
             # An episode that a failing sandbox ended, or that no reward source scored, shows nothing of the policy.
-            if row.stop_reason is not None and row.stop_reason.by_policy and row.outcome is not None:
-                by_task[pack_identity(row.task)].append((-row.outcome, row.id))
-        at_most = self.per_task or (1 if self.best_of is not None else None)
-        chosen: list[int] = []
+            if (
+                episode_row.stop_reason is not None
+                and episode_row.stop_reason.by_policy
+                and episode_row.outcome is not None
+            ):
+                members_by_task[pack_identity(episode_row.task)].append((-episode_row.outcome, episode_row.id))
+        task_limit = self.per_task or (1 if self.best_of is not None else None)
+        chosen_ids: list[int] = []
         # Ids are numbers in the order of creation, so the first `best_of` are the first attempts: the choice does not
         # depend on how many more a later step added. Sorting by the negated outcome, then the id, breaks ties the
         # same way in every run of this command.
-        for scored in by_task.values():
+        for scored_members in members_by_task.values():
             good_enough = [
                 member
-                for member in scored[: self.best_of]
+                for member in scored_members[: self.best_of]
                 if self.min_outcome is None or -member[0] >= self.min_outcome
             ]
-            chosen += [id for _, id in sorted(good_enough)[:at_most]]
-        return sorted(chosen)
+            chosen_ids += [episode_id for _, episode_id in sorted(good_enough)[:task_limit]]
+        return sorted(chosen_ids)
 
 
 @dataclass(slots=True)
@@ -77,15 +81,15 @@ def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_th
     try:
         # One episode at a time: the choice needs a number and an outcome for each, and only what is written needs its
         # tokens in memory, for a moment.
-        with out.open("w", encoding="utf-8") as file:
-            for id in choice.of(reads):
-                trajectory = reads.trajectory(id)
+        with out.open("w", encoding="utf-8") as export_file:
+            for episode_id in choice.of(reads):
+                trajectory = reads.trajectory(episode_id)
                 if form == "messages":
-                    line = _message_line(trajectory, selected, splits_thoughts=splits_thoughts)
+                    export_line = _message_line(trajectory, selected, splits_thoughts=splits_thoughts)
                 else:
-                    line = _token_line(trajectory, selected)
-                if line is not None:
-                    file.write(json.dumps({**line, **_origin(trajectory)}) + "\n")
+                    export_line = _token_line(trajectory, selected)
+                if export_line is not None:
+                    export_file.write(json.dumps({**export_line, **_origin(trajectory)}) + "\n")
                     selected.written += 1
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from error
@@ -93,10 +97,10 @@ def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_th
 
 
 def _rows(reads: Readers) -> Iterator[EpisodeRow]:
-    after = 0
-    while page := reads.episodes(TRAIN, after=after, limit=_PAGE):
-        yield from page
-        after = page[-1].id
+    after_id = 0
+    while episode_page := reads.episodes(TRAIN, after=after_id, limit=_PAGE):
+        yield from episode_page
+        after_id = episode_page[-1].id
 
 
 def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts: bool) -> dict[str, Any] | None:
@@ -106,35 +110,45 @@ def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts
 
     Not every message of the assistant is the policy's to learn: those of the prompt and masked turns have weight 0, and
     so has a turn that its length cut, which a demonstration would teach to end there."""
-    turns, start = trajectory.turns, trajectory.start
+    played_turns, start_messages = trajectory.turns, trajectory.start
     # A prompt that ends with the assistant's words has the policy finish a message. In messages it would become two,
     # or one of which an unknown part is to be learned.
-    is_begun = bool(start) and start[-1]["role"] == "assistant" and not start[-1].get("tool_calls")
+    is_begun = (
+        bool(start_messages) and start_messages[-1]["role"] == "assistant" and not start_messages[-1].get("tool_calls")
+    )
     if is_begun or any(
-        turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in turns
+        played_turn.role != POLICY or played_turn.parent != (played_turn.index - 1 if played_turn.index else None)
+        for played_turn in played_turns
     ):
         selected.rewritten += 1
         return None
     # A turn that its length cut has no end of its own. As a message it would get one from the template, and the model
     # would learn to stop in the middle of a sentence. It stays as context: later turns were sampled behind it.
     # `tests/run/test_sft.py::test_turns_that_are_not_to_be_learned_are_context_in_an_export`.
-    is_learned = [turn.learns and not _is_masked(turn) and turn.finish != "length" for turn in turns]
+    is_learned = [
+        played_turn.learns and not _is_masked(played_turn) and played_turn.finish != "length"
+        for played_turn in played_turns
+    ]
     if not any(is_learned):
         selected.untaught += 1
         return None
-    selected.cut += sum(turn.finish == "length" for turn in turns)
+    selected.cut += sum(played_turn.finish == "length" for played_turn in played_turns)
     messages = list(conversation(trajectory, splits_thoughts=splits_thoughts))
-    spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken_positions = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     # The assistant's messages in the prompt come first, and nobody knows whether they are good: they are examples
     # that the environment chose, not what earned the outcome.
-    for place, learns in zip(spoken, [*[False] * (len(spoken) - len(turns)), *is_learned], strict=True):
+    for position, learns in zip(
+        spoken_positions, [*[False] * (len(spoken_positions) - len(played_turns)), *is_learned], strict=True
+    ):
         if not learns:
-            messages[place] = cast("Message", {**messages[place], "weight": 0})
+            messages[position] = cast("Message", {**messages[position], "weight": 0})
     # What the environment answered to the last turn is not context of anything that is trained.
-    last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    selected.broken_calls += sum(has_broken_call(turn.text, trajectory.tools) for turn in turns)
-    tools = {"tools": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
-    return {"messages": list(messages[: last + 1]), **tools}
+    last_spoken = max(
+        (position for position, message in enumerate(messages) if message["role"] == "assistant"), default=-1
+    )
+    selected.broken_calls += sum(has_broken_call(played_turn.text, trajectory.tools) for played_turn in played_turns)
+    tool_field = {"tools": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
+    return {"messages": list(messages[: last_spoken + 1]), **tool_field}
 
 
 def _is_masked(turn: Turn) -> bool:
@@ -145,22 +159,27 @@ def _token_line(trajectory: Trajectory, selected: Selected) -> dict[str, Any] | 
     """The tokens as they were sampled; masked turns, and those of policies that do not learn, are context."""
     # Text without tokens: retention has dropped them. They are not made again from the text, since a tokenizer's
     # answer for a text need not be the tokens that were sampled (law 1).
-    if any(not turn.token_ids and turn.text for turn in trajectory.turns):
+    if any(not played_turn.token_ids and played_turn.text for played_turn in trajectory.turns):
         selected.dropped += 1
         return None
     return {
         "turns": [
             {
-                "parent": turn.parent,
-                "prompt_ids": list(turn.prompt_ids),
-                "token_ids": list(turn.token_ids),
-                "learns": turn.learns and not _is_masked(turn),
+                "parent": played_turn.parent,
+                "prompt_ids": list(played_turn.prompt_ids),
+                "token_ids": list(played_turn.token_ids),
+                "learns": played_turn.learns and not _is_masked(played_turn),
             }
-            for turn in trajectory.turns
+            for played_turn in trajectory.turns
         ]
     }
 
 
 def _origin(trajectory: Trajectory) -> dict[str, Any]:
-    task = trajectory.task
-    return {"episode": trajectory.episode_id, "env": task.env, "seed": task.seed, "outcome": trajectory.outcome}
+    played_task = trajectory.task
+    return {
+        "episode": trajectory.episode_id,
+        "env": played_task.env,
+        "seed": played_task.seed,
+        "outcome": trajectory.outcome,
+    }

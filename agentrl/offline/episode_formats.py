@@ -40,8 +40,8 @@ def write_episodes(reads: Readers, ids: Iterable[int], form: ForeignFormat, out:
     Raises UsageError if it cannot be written, for another ending, and if pyarrow is missing."""
     if form == "inspect" and out.suffix != ".json":
         raise UsageError(f"{out}: Inspect knows a log by its ending: give --out {out.with_suffix('.json')}")
-    episodes = (_named(reads.trajectory(id)) for id in ids)
-    write: dict[ForeignFormat, Callable[[Iterator[Trajectory], Path, RunConfig], int]] = {
+    episodes = (_named(reads.trajectory(episode_id)) for episode_id in ids)
+    writers: dict[ForeignFormat, Callable[[Iterator[Trajectory], Path, RunConfig], int]] = {
         "atif": _write_atif,
         "inspect": _write_inspect,
         "verifiers": _write_verifiers,
@@ -49,17 +49,22 @@ def write_episodes(reads: Readers, ids: Iterable[int], form: ForeignFormat, out:
     }
     try:
         with notices.gathered():
-            return write[form](episodes, out, config)
+            return writers[form](episodes, out, config)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror}): give another --out") from error
 
 
 def _named(trajectory: Trajectory) -> Trajectory:
     """The episode. Pictures in it are named: none of these formats has them."""
-    observed = (message for turn in trajectory.turns if turn.step is not None for message in turn.step.observation)
-    for _ in (image for message in (*trajectory.start, *observed) for image in message.get("images", ())):
-        case = "pictures are left out of this format, --format messages has them"
-        notices.note("episodes", case, place=f"episode {trajectory.episode_id}")
+    observed = (
+        message
+        for played_turn in trajectory.turns
+        if played_turn.step is not None
+        for message in played_turn.step.observation
+    )
+    for _ in (picture for message in (*trajectory.start, *observed) for picture in message.get("images", ())):
+        case_text = "pictures are left out of this format, --format messages has them"
+        notices.note("episodes", case_text, place=f"episode {trajectory.episode_id}")
     return trajectory
 
 
@@ -68,13 +73,13 @@ def _whole(out: Path) -> Generator[TextIO]:
     """A file that is there when the block has ended well, and not before."""
     # A log of Inspect or a Parquet file without its end is unreadable, and one JSON line too few goes unnoticed. So a
     # file has its name only once it is whole.
-    part = out.with_name(f"{out.name}.part")
+    part_path = out.with_name(f"{out.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            yield file
-        part.replace(out)
+        with part_path.open("w", encoding="utf-8") as part_file:
+            yield part_file
+        part_path.replace(out)
     finally:
-        part.unlink(missing_ok=True)
+        part_path.unlink(missing_ok=True)
 
 
 def _text(text: str) -> str:
@@ -85,12 +90,12 @@ def _text(text: str) -> str:
 
 
 def _facts(trajectory: Trajectory) -> dict[str, Any]:
-    task = trajectory.task
+    played_task = trajectory.task
     return {
         "episode": trajectory.episode_id,
         "group": trajectory.group_id,
-        "env": task.env,
-        "seed": task.seed,
+        "env": played_task.env,
+        "seed": played_task.seed,
         "outcome": trajectory.outcome,
         "success": trajectory.success,
         "stop_reason": None if trajectory.stop_reason is None else trajectory.stop_reason.value,
@@ -106,28 +111,28 @@ def _time(seconds: float) -> str:
 
 def _write_atif(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    written = 0
+    episode_count = 0
     for trajectory in episodes:
-        file = out / f"episode-{trajectory.episode_id}.json"
-        file.write_text(json.dumps(_atif(trajectory, config), indent=1), encoding="utf-8")
-        written += 1
-    return written
+        episode_path = out / f"episode-{trajectory.episode_id}.json"
+        episode_path.write_text(json.dumps(_atif(trajectory, config), indent=1), encoding="utf-8")
+        episode_count += 1
+    return episode_count
 
 
 def _atif(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
-    steps = [_atif_step(message) for message in trajectory.start]
-    for turn in trajectory.turns:
-        steps += _atif_turn(turn, trajectory.tools)
-    tools = {"tool_definitions": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
+    atif_steps = [_atif_step(message) for message in trajectory.start]
+    for played_turn in trajectory.turns:
+        atif_steps += _atif_turn(played_turn, trajectory.tools)
+    tool_field = {"tool_definitions": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
     return {
         "schema_version": "ATIF-v1.7",
         "session_id": config.name,
         "trajectory_id": f"{config.name}-{trajectory.episode_id}",
-        "agent": {"name": "agentrl", "version": version(DISTRIBUTION), "model_name": config.model, **tools},
-        "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
+        "agent": {"name": "agentrl", "version": version(DISTRIBUTION), "model_name": config.model, **tool_field},
+        "steps": [{"step_id": step_number, **atif_step} for step_number, atif_step in enumerate(atif_steps, 1)],
         "final_metrics": {
-            "total_completion_tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
-            "total_steps": len(steps),
+            "total_completion_tokens": sum(len(played_turn.token_ids) for played_turn in trajectory.turns),
+            "total_steps": len(atif_steps),
         },
         "extra": _facts(trajectory),
     }
@@ -142,15 +147,18 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
     """The turn with its calls and the answers of tools, then the other words of the environment. The message is the
     text as it was sampled, calls included."""
     observed = () if turn.step is None else turn.step.observation
-    calls = calls_of(turn, tools)
-    call_ids = {call["id"] for call in calls}
-    results: list[dict[str, Any]] = []
+    tool_calls = calls_of(turn, tools)
+    call_ids = {tool_call["id"] for tool_call in tool_calls}
+    tool_results: list[dict[str, Any]] = []
     for message in (message for message in observed if message["role"] == "tool"):
         # ATIF checks that an answer names a call of its own step. An answer to a call that was broken, and is
         # therefore text, names none.
-        source = message.get("tool_call_id")
-        results.append(
-            {"content": _text(message["content"]), **({"source_call_id": source} if source in call_ids else {})}
+        source_call_id = message.get("tool_call_id")
+        tool_results.append(
+            {
+                "content": _text(message["content"]),
+                **({"source_call_id": source_call_id} if source_call_id in call_ids else {}),
+            }
         )
     measured: dict[str, Any] = {}
     if turn.token_ids:
@@ -159,7 +167,7 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
             "completion_token_ids": list(turn.token_ids),
             "logprobs": list(turn.logprobs),
         }
-    step: dict[str, Any] = {
+    atif_step: dict[str, Any] = {
         "source": "agent",
         # The calls are repeated in `tool_calls`; the text stays as sampled because a reader who debugs a policy wants
         # to see what it wrote, marks included, not what a parser made of it.
@@ -168,20 +176,20 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
         "llm_call_count": 1,
         "extra": {"turn": turn.id, "role": turn.role, "reward": turn.reward, "finish": turn.finish},
     }
-    if calls:
-        step["tool_calls"] = [
+    if tool_calls:
+        atif_step["tool_calls"] = [
             {
-                "tool_call_id": call["id"],
-                "function_name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
+                "tool_call_id": tool_call["id"],
+                "function_name": tool_call["function"]["name"],
+                "arguments": tool_call["function"]["arguments"],
             }
-            for call in calls
+            for tool_call in tool_calls
         ]
     if measured:
-        step["metrics"] = measured
-    if results:
-        step["observation"] = {"results": results}
-    yield step
+        atif_step["metrics"] = measured
+    if tool_results:
+        atif_step["observation"] = {"results": tool_results}
+    yield atif_step
     yield from (_atif_step(message) for message in observed if message["role"] != "tool")
 
 
@@ -190,60 +198,66 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
 
 def _write_inspect(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
     # Inspect wants the times of its own evaluation; the log is made now. When an episode was played is in its sample.
-    written, now = 0, _time(datetime.now(UTC).timestamp())
-    head = {
+    sample_count, export_time = 0, _time(datetime.now(UTC).timestamp())
+    log_head = {
         "version": 2,
         "status": "success",
         "eval": {
-            "created": now,
+            "created": export_time,
             "task": config.name,
             "dataset": {"name": "agentrl"},
             "model": f"agentrl/{config.model}",
             "config": {},
             "metadata": {"agentrl": version(DISTRIBUTION)},
         },
-        "stats": {"started_at": now, "completed_at": now},
+        "stats": {"started_at": export_time, "completed_at": export_time},
     }
-    with _whole(out) as file:
+    with _whole(out) as log_file:
         # The head without its closing brace, then the samples as they come: a log is one JSON object, and a run's
         # episodes are more than should be in memory at once.
-        file.write(json.dumps(head)[:-1] + ', "samples": [')
+        log_file.write(json.dumps(log_head)[:-1] + ', "samples": [')
         for trajectory in episodes:
-            file.write((",\n" if written else "\n") + json.dumps(_inspect_sample(trajectory, config)))
-            written += 1
-        file.write("\n]}\n")
-    return written
+            log_file.write((",\n" if sample_count else "\n") + json.dumps(_inspect_sample(trajectory, config)))
+            sample_count += 1
+        log_file.write("\n]}\n")
+    return sample_count
 
 
 def _inspect_sample(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
-    turns = trajectory.turns
-    scores = {
-        name: {"value": value}
-        for name, value in (("outcome", trajectory.outcome), ("success", trajectory.success))
-        if value is not None
+    played_turns = trajectory.turns
+    sample_scores = {
+        score_name: {"value": score_value}
+        for score_name, score_value in (("outcome", trajectory.outcome), ("success", trajectory.success))
+        if score_value is not None
     }
-    spent = {
-        "input_tokens": sum(len(turn.prompt_ids) for turn in turns),
-        "output_tokens": sum(len(turn.token_ids) for turn in turns),
+    token_usage = {
+        "input_tokens": sum(len(played_turn.prompt_ids) for played_turn in played_turns),
+        "output_tokens": sum(len(played_turn.token_ids) for played_turn in played_turns),
     }
-    sample: dict[str, Any] = {
+    inspect_sample: dict[str, Any] = {
         "id": trajectory.episode_id,
         "epoch": 1,
         "input": [_message(message) for message in trajectory.start],
         # Required by the format. Rewards here are computed, not compared with a target text.
         "target": "",
         "messages": [_message(message) for message in conversation(trajectory)],
-        "scores": scores,
+        "scores": sample_scores,
         "metadata": _facts(trajectory),
-        "model_usage": {config.model: {**spent, "total_tokens": sum(spent.values())}},
+        "model_usage": {config.model: {**token_usage, "total_tokens": sum(token_usage.values())}},
     }
-    if turns:
-        reason = "max_tokens" if turns[-1].finish == "length" else "stop"
-        last = {"message": {"role": "assistant", "content": _text(turns[-1].text)}, "stop_reason": reason}
-        sample["output"] = {"model": config.model, "choices": [last]}
-        sample["started_at"], sample["completed_at"] = _time(turns[0].started_s), _time(turns[-1].ended_s)
-        sample["total_time"] = max(0.0, turns[-1].ended_s - turns[0].started_s)
-    return sample
+    if played_turns:
+        stop_reason = "max_tokens" if played_turns[-1].finish == "length" else "stop"
+        last_choice = {
+            "message": {"role": "assistant", "content": _text(played_turns[-1].text)},
+            "stop_reason": stop_reason,
+        }
+        inspect_sample["output"] = {"model": config.model, "choices": [last_choice]}
+        inspect_sample["started_at"], inspect_sample["completed_at"] = (
+            _time(played_turns[0].started_s),
+            _time(played_turns[-1].ended_s),
+        )
+        inspect_sample["total_time"] = max(0.0, played_turns[-1].ended_s - played_turns[0].started_s)
+    return inspect_sample
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
@@ -253,20 +267,20 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 def _message(message: Message) -> dict[str, Any]:
     """A message of Inspect's: calls have the function's name and its arguments beside each other."""
-    shown: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
-    if calls := _calls(message):
-        shown["tool_calls"] = [
+    shown_message: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
+    if tool_calls := _calls(message):
+        shown_message["tool_calls"] = [
             {
-                "id": call["id"],
-                "function": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
+                "id": tool_call["id"],
+                "function": tool_call["function"]["name"],
+                "arguments": tool_call["function"]["arguments"],
                 "type": "function",
             }
-            for call in calls
+            for tool_call in tool_calls
         ]
     if message["role"] == "tool":
-        shown |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
-    return shown
+        shown_message |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+    return shown_message
 
 
 # --- verifiers ------------------------------------------------------------------------------------------------------
@@ -274,21 +288,24 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _write_verifiers(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    written = 0
-    with _whole(out / "traces.jsonl") as file:
+    episode_count = 0
+    with _whole(out / "traces.jsonl") as trace_file:
         for trajectory in episodes:
-            file.write(json.dumps(_verifiers_episode(trajectory, config)) + "\n")
-            written += 1
-    return written
+            trace_file.write(json.dumps(_verifiers_episode(trajectory, config)) + "\n")
+            episode_count += 1
+    return episode_count
 
 
 def _verifiers_episode(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
     """An episode with one trace. The tokens of a turn, those of its prompt that are new included, are its node's."""
-    id, task = f"{config.name}-{trajectory.episode_id}", trajectory.task
-    seen = {"type": task.env, "data": {"idx": task.index, "id": f"{task.env}/{task.seed}", "seed": task.seed}}
+    trace_id, played_task = f"{config.name}-{trajectory.episode_id}", trajectory.task
+    task_fields = {
+        "type": played_task.env,
+        "data": {"idx": played_task.index, "id": f"{played_task.env}/{played_task.seed}", "seed": played_task.seed},
+    }
     trace: dict[str, Any] = {
-        "id": id,
-        "task": seen,
+        "id": trace_id,
+        "task": task_fields,
         "agent": {"config": {"model": config.model}},
         "nodes": _nodes(trajectory),
         "rewards": {"outcome": None if trajectory.outcome is None else {"score": trajectory.outcome}},
@@ -298,62 +315,77 @@ def _verifiers_episode(trajectory: Trajectory, config: RunConfig) -> dict[str, A
         "ok": trajectory.scored,
         "stop_condition": None if trajectory.stop_reason is None else trajectory.stop_reason.value,
     }
-    head = {"id": id, "env": {"id": task.env}, "group": {"id": str(trajectory.group_id)}, "task": seen}
-    return {**head, "traces": [trace], "ok": trajectory.scored}
+    episode_fields = {
+        "id": trace_id,
+        "env": {"id": played_task.env},
+        "group": {"id": str(trajectory.group_id)},
+        "task": task_fields,
+    }
+    return {**episode_fields, "traces": [trace], "ok": trajectory.scored}
 
 
 def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = []
-    ends: list[int] = []  # the node that each turn ends with, its answer included
+    message_nodes: list[dict[str, Any]] = []
+    end_nodes: list[int] = []  # the node that each turn ends with, its answer included
 
     def add(messages: Iterable[Message], parent: int | None, at_s: float) -> int | None:
         for message in messages:
-            shown: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
+            shown_message: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
             if message["role"] == "tool":
-                shown["tool_call_id"] = message.get("tool_call_id", "")
-            nodes.append({"message": shown, "parent": parent, "timestamp": at_s})
-            parent = len(nodes) - 1
+                shown_message["tool_call_id"] = message.get("tool_call_id", "")
+            message_nodes.append({"message": shown_message, "parent": parent, "timestamp": at_s})
+            parent = len(message_nodes) - 1
         return parent
 
-    began_s = trajectory.turns[0].started_s if trajectory.turns else 0.0
-    root = add(trajectory.start, None, began_s)
-    for turn in trajectory.turns:
-        parent = root if turn.parent is None else ends[turn.parent]
+    first_start_s = trajectory.turns[0].started_s if trajectory.turns else 0.0
+    root_node = add(trajectory.start, None, first_start_s)
+    for played_turn in trajectory.turns:
+        parent_node = root_node if played_turn.parent is None else end_nodes[played_turn.parent]
         # A turn whose parent is not the turn before begins a context of its own (its environment rewrote the
         # history). In a tree of messages that is another root, with the messages that the environment put there.
-        rewritten = None if turn.index == 0 else getattr(trajectory.turns[turn.index - 1].step, "history", None)
-        if turn.parent is None and rewritten is not None:
-            parent = add(rewritten, None, turn.started_s)
-        n = len(turn.token_ids)
-        nodes.append(
+        rewritten = (
+            None if played_turn.index == 0 else getattr(trajectory.turns[played_turn.index - 1].step, "history", None)
+        )
+        if played_turn.parent is None and rewritten is not None:
+            parent_node = add(rewritten, None, played_turn.started_s)
+        token_count = len(played_turn.token_ids)
+        message_nodes.append(
             {
-                "message": _verifiers_message(turn, trajectory.tools),
-                "parent": parent,
+                "message": _verifiers_message(played_turn, trajectory.tools),
+                "parent": parent_node,
                 "sampled": True,
-                "timestamp": turn.ended_s,
+                "timestamp": played_turn.ended_s,
                 # A turn's `prompt_ids` are only those that are new behind its parent, so the path from the root has
                 # each token once, and the mask says which of them were sampled.
-                "token_ids": [*turn.prompt_ids, *turn.token_ids] if n else [],
-                "mask": [False] * len(turn.prompt_ids) + [True] * n if n else [],
-                "logprobs": list(turn.logprobs),
+                "token_ids": [*played_turn.prompt_ids, *played_turn.token_ids] if token_count else [],
+                "mask": [False] * len(played_turn.prompt_ids) + [True] * token_count if token_count else [],
+                "logprobs": list(played_turn.logprobs),
             }
         )
-        end = add(() if turn.step is None else turn.step.observation, len(nodes) - 1, turn.ended_s)
-        assert end is not None
-        ends.append(end)
-    return nodes
+        end_node = add(
+            () if played_turn.step is None else played_turn.step.observation,
+            len(message_nodes) - 1,
+            played_turn.ended_s,
+        )
+        assert end_node is not None
+        end_nodes.append(end_node)
+    return message_nodes
 
 
 def _verifiers_message(turn: Turn, tools: ShownTools) -> dict[str, Any]:
     """A turn as verifiers has an assistant's message: arguments are JSON text."""
     message = turn_message(turn, tools)
-    shown: dict[str, Any] = {"role": "assistant", "content": _text(message["content"])}
-    if calls := _calls(message):
-        shown["tool_calls"] = [
-            {"id": call["id"], "name": call["function"]["name"], "arguments": dump(call["function"]["arguments"])}
-            for call in calls
+    shown_message: dict[str, Any] = {"role": "assistant", "content": _text(message["content"])}
+    if tool_calls := _calls(message):
+        shown_message["tool_calls"] = [
+            {
+                "id": tool_call["id"],
+                "name": tool_call["function"]["name"],
+                "arguments": dump(tool_call["function"]["arguments"]),
+            }
+            for tool_call in tool_calls
         ]
-    return shown
+    return shown_message
 
 
 # --- Parquet --------------------------------------------------------------------------------------------------------
@@ -361,37 +393,37 @@ def _verifiers_message(turn: Turn, tools: ShownTools) -> dict[str, Any]:
 
 def _write_parquet(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
     try:
-        arrow: Any = import_module("pyarrow")
-        parquet: Any = import_module("pyarrow.parquet")
+        arrow_module: Any = import_module("pyarrow")
+        parquet_module: Any = import_module("pyarrow.parquet")
     except ImportError as error:
         raise UsageError(f"pyarrow is not installed ({error}): {install_command('parquet')}") from None
-    schema, written, part = _schema(arrow), 0, out.with_name(f"{out.name}.part")
+    table_schema, episode_count, part_path = _schema(arrow_module), 0, out.with_name(f"{out.name}.part")
     try:
-        with parquet.ParquetWriter(part, schema) as writer:
-            rows: list[dict[str, Any]] = []
+        with parquet_module.ParquetWriter(part_path, table_schema) as parquet_writer:
+            table_rows: list[dict[str, Any]] = []
             for trajectory in episodes:
-                rows.append(_parquet_row(trajectory, config))
-                written += 1
-                if len(rows) == _ROWS:
-                    writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
-                    rows.clear()
-            writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
-        part.replace(out)
+                table_rows.append(_parquet_row(trajectory, config))
+                episode_count += 1
+                if len(table_rows) == _ROWS:
+                    parquet_writer.write_table(arrow_module.Table.from_pylist(table_rows, schema=table_schema))
+                    table_rows.clear()
+            parquet_writer.write_table(arrow_module.Table.from_pylist(table_rows, schema=table_schema))
+        part_path.replace(out)
     finally:
-        part.unlink(missing_ok=True)
-    return written
+        part_path.unlink(missing_ok=True)
+    return episode_count
 
 
 def _schema(arrow: Any) -> Any:
-    function = arrow.struct([("name", arrow.string()), ("arguments", arrow.string())])
-    call = arrow.struct([("id", arrow.string()), ("type", arrow.string()), ("function", function)])
-    message = arrow.struct(
+    function_type = arrow.struct([("name", arrow.string()), ("arguments", arrow.string())])
+    call_type = arrow.struct([("id", arrow.string()), ("type", arrow.string()), ("function", function_type)])
+    message_type = arrow.struct(
         [
-            *((name, arrow.string()) for name in ("role", "content", "name", "tool_call_id")),
-            ("tool_calls", arrow.list_(call)),
+            *((field_name, arrow.string()) for field_name in ("role", "content", "name", "tool_call_id")),
+            ("tool_calls", arrow.list_(call_type)),
         ]
     )
-    turn = arrow.struct(
+    turn_type = arrow.struct(
         [
             ("id", arrow.string()),
             ("role", arrow.string()),
@@ -419,22 +451,22 @@ def _schema(arrow: Any) -> Any:
             ("success", arrow.bool_()),
             ("stop_reason", arrow.string()),
             ("model", arrow.string()),
-            ("messages", arrow.list_(message)),
+            ("messages", arrow.list_(message_type)),
             ("tools", arrow.string()),
-            ("turns", arrow.list_(turn)),
+            ("turns", arrow.list_(turn_type)),
         ]
     )
 
 
 def _arrow_message(message: Message) -> dict[str, Any]:
     """A message in OpenAI's shape, with arguments as JSON text: each tool has others, and a column has one schema."""
-    shown: dict[str, Any] = {**message, "content": _text(message["content"])}
-    if calls := _calls(message):
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": dump(call["function"]["arguments"])}}
-            for call in calls
+    shown_message: dict[str, Any] = {**message, "content": _text(message["content"])}
+    if tool_calls := _calls(message):
+        shown_message["tool_calls"] = [
+            {**tool_call, "function": {**tool_call["function"], "arguments": dump(tool_call["function"]["arguments"])}}
+            for tool_call in tool_calls
         ]
-    return shown
+    return shown_message
 
 
 def _parquet_row(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
@@ -445,19 +477,19 @@ def _parquet_row(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
         "tools": dump(list(trajectory.tools.schemas)) if trajectory.tools.schemas else None,
         "turns": [
             {
-                "id": turn.id,
-                "role": turn.role,
-                "text": _text(turn.text),
-                "finish": turn.finish,
-                "reward": turn.reward,
-                "parent": turn.parent,
-                "started_s": turn.started_s,
-                "ended_s": turn.ended_s,
-                "prompt_ids": list(turn.prompt_ids),
-                "token_ids": list(turn.token_ids),
-                "logprobs": list(turn.logprobs),
-                "versions": list(turn.versions),
+                "id": played_turn.id,
+                "role": played_turn.role,
+                "text": _text(played_turn.text),
+                "finish": played_turn.finish,
+                "reward": played_turn.reward,
+                "parent": played_turn.parent,
+                "started_s": played_turn.started_s,
+                "ended_s": played_turn.ended_s,
+                "prompt_ids": list(played_turn.prompt_ids),
+                "token_ids": list(played_turn.token_ids),
+                "logprobs": list(played_turn.logprobs),
+                "versions": list(played_turn.versions),
             }
-            for turn in trajectory.turns
+            for played_turn in trajectory.turns
         ],
     }

@@ -62,67 +62,75 @@ def export(
     UsageError, RunFailed, or ModelError for a damaged checkpoint."""
     # Resolved at once: `.` has no name of its own to derive the draft's from.
     checkpoint, folder = _checkpoint(run, step), folder.resolve()
-    source = checkpoint if role is None else _of_role(checkpoint, role)
+    source_folder = checkpoint if role is None else _of_role(checkpoint, role)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--hf {str(folder)!r} is there already: give a new folder, or remove it")
-    is_model = merge or not (source / ADAPTER).is_dir()
+    is_model = merge or not (source_folder / ADAPTER).is_dir()
     if not is_model and dtype != "auto":
         raise UsageError(f"--dtype {dtype} is for a whole model, and an adapter stays as it is: add --merge")
     # Before a byte is written. A damaged file can be valid safetensors, and the export would spread it.
     digests.check(checkpoint)
     # Beside the folder and not in the system's temporary one: a rename is atomic only within one file system.
     # `tests/run/test_exporting.py::test_it_writes_over_nothing_and_leaves_no_half`.
-    draft = folder.with_name(f".{folder.name}.draft")
+    draft_folder = folder.with_name(f".{folder.name}.draft")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        exported = _model(source, draft, dtype, most) if is_model else _adapter(source, draft, _model_of(run, None))
+        shutil.rmtree(draft_folder, ignore_errors=True)
+        draft_folder.mkdir(parents=True)
+        exported = (
+            _model(source_folder, draft_folder, dtype, most)
+            if is_model
+            else _adapter(source_folder, draft_folder, _model_of(run, None))
+        )
         # Compared with the folder that the run began with and not with the checkpoint alone, which is where the
         # exported files come from: a template that was lost when the checkpoint was saved is missing in both. Such a
         # model is sound and looks broken, since it gets prompts that it was not trained with
         # (`test_an_export_asks_with_the_prompts_that_the_model_was_trained_with_or_is_none`).
-        _check_prompts(draft, _begun_with(run, role) or source)
-        draft.rename(folder)
+        _check_prompts(draft_folder, _begun_with(run, role) or source_folder)
+        draft_folder.rename(folder)
     except (OSError, SafetensorError) as error:
         # The run goes on meanwhile and removes old checkpoints (`train.keep_checkpoints`). That is no damage, and the
         # newest at the next try is another one.
-        if source.is_dir():
-            raise RunFailed(f"cannot write {source} to {folder}: {error}") from error
-        raise RunFailed(f"the run went on and has dropped {source}: type the same again") from error
+        if source_folder.is_dir():
+            raise RunFailed(f"cannot write {source_folder} to {folder}: {error}") from error
+        raise RunFailed(f"the run went on and has dropped {source_folder}: type the same again") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft_folder, ignore_errors=True)
     return f"{folder}: {exported} of step {step_of(checkpoint)}"
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    folders = named(run / "checkpoints")
-    if not folders:
+    checkpoint_folders = named(run / "checkpoints")
+    if not checkpoint_folders:
         raise UsageError(f"{run} holds no checkpoint: name the folder of a run that has trained for a while")
     if step is None:
-        return folders[-1]
-    steps = {step_of(folder): folder for folder in folders}
-    if step not in steps:
+        return checkpoint_folders[-1]
+    folder_by_step = {step_of(checkpoint_folder): checkpoint_folder for checkpoint_folder in checkpoint_folders}
+    if step not in folder_by_step:
         raise UsageError(
-            f"--step {step}: {run} has checkpoints of {', '.join(map(str, steps))} (train.keep_checkpoints)"
+            f"--step {step}: {run} has checkpoints of {', '.join(map(str, folder_by_step))} (train.keep_checkpoints)"
         )
-    return steps[step]
+    return folder_by_step[step]
 
 
 def _of_role(checkpoint: Path, role: str) -> Path:
-    roles = sorted(path.name for path in of_role(checkpoint, role).parent.glob("*"))
-    if role not in roles:
-        hint = f"those that have one: {', '.join(roles)}" if roles else "the run trained one for no role: leave it out"
-        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {hint}")
+    role_names = sorted(role_path.name for role_path in of_role(checkpoint, role).parent.glob("*"))
+    if role not in role_names:
+        correction = (
+            f"those that have one: {', '.join(role_names)}"
+            if role_names
+            else "the run trained one for no role: leave it out"
+        )
+        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {correction}")
     return of_role(checkpoint, role)
 
 
 def _name_of(run: Path, role: str | None) -> str:
     """The model that a run, or a role of it, began with, as its settings name it."""
-    warm = run / SETTINGS
-    if warm.is_file():
-        return json.loads(warm.read_text())["model"]
-    config = RunDir.open(run).config()
-    return config.model if role is None else config.model_of(role)
+    settings_path = run / SETTINGS
+    if settings_path.is_file():
+        return json.loads(settings_path.read_text())["model"]
+    run_config = RunDir.open(run).config()
+    return run_config.model if role is None else run_config.model_of(role)
 
 
 def _begun_with(run: Path, role: str | None) -> Path | None:
@@ -135,57 +143,61 @@ def _begun_with(run: Path, role: str | None) -> Path | None:
 
 def _model_of(run: Path, role: str | None) -> str:
     """The model that a run began with, as transformers finds it: an id of the hub, or a folder of this machine."""
-    name = _name_of(run, role)
+    model_name = _name_of(run, role)
     # A name that only this machine understands (a run's, a registered id, one with a scheme) must become a folder in
     # `adapter_config.json`; an id of the hub must stay one, so that the adapter loads on another machine.
-    ours = Path(name).is_dir() or ":" in name or name in registry.ids("models")
-    return str(model_dir(name).resolve()) if ours else name
+    is_local_name = Path(model_name).is_dir() or ":" in model_name or model_name in registry.ids("models")
+    return str(model_dir(model_name).resolve()) if is_local_name else model_name
 
 
 def _model(source: Path, draft: Path, dtype: str, most: int) -> str:
-    settings = json.loads((source / _CONFIG).read_text())
-    name = dtype if dtype != "auto" else str(_dtype_of(settings) or "float32")
-    if name not in _DTYPES:
-        raise UsageError(f"{source / _CONFIG} has dtype {name!r}: give --dtype, of {', '.join(_DTYPES)}")
+    model_settings = json.loads((source / _CONFIG).read_text())
+    dtype_name = dtype if dtype != "auto" else str(_dtype_of(model_settings) or "float32")
+    if dtype_name not in _DTYPES:
+        raise UsageError(f"{source / _CONFIG} has dtype {dtype_name!r}: give --dtype, of {', '.join(_DTYPES)}")
     copy_description(source, draft)
-    (draft / _CONFIG).write_text(json.dumps(_having(settings, name), indent=2) + "\n")
+    (draft / _CONFIG).write_text(json.dumps(_having(model_settings, dtype_name), indent=2) + "\n")
     # Without this file transformers makes one from the configuration, with ends of a turn that may be fewer than
     # those the model was trained with. Written down, they are the same for every reader.
     if not (draft / _GENERATION).is_file():
         GenerationConfig.from_model_config(AutoConfig.from_pretrained(draft, local_files_only=True)).save_pretrained(
             draft
         )
-    files = _weights(source / WEIGHTS, draft, _DTYPES[name], most)
-    return f"a model in {name}, {files} file{'s' * (files > 1)} of weights"
+    file_count = _weights(source / WEIGHTS, draft, _DTYPES[dtype_name], most)
+    return f"a model in {dtype_name}, {file_count} file{'s' * (file_count > 1)} of weights"
 
 
 def _weights(source: Path, draft: Path, dtype: torch.dtype, most: int) -> int:
     """Write the weights, matrices in `dtype`, in files of at most so many bytes; how many. Vectors weigh nothing and
     stay as they are: transformers reads most of them in the model's dtype, and keeps a few in float32."""
-    with safe_open(source, "pt") as opened:
+    with safe_open(source, "pt") as source_file:
 
         def read(name: str) -> Tensor:
-            tensor = opened.get_tensor(name)
+            tensor = source_file.get_tensor(name)
             # Float32 stays for norms, biases and the router's corrections: bfloat16 has eight bits of significand,
             # and these few numbers scale everything else.
             return tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() > 1 else tensor
 
-        places = weight_file.places(weight_file.open_bytes(source))
+        tensor_places = weight_file.places(weight_file.open_bytes(source))
         # Sizes come from the file's header, so the split is known before a tensor is read. The factory of
         # huggingface_hub calls `get_storage_size` on whatever the values are, here already numbers.
-        sizes = {place.name: place.numel * dtype.itemsize for place in places}
-        split = split_state_dict_into_shards_factory(
-            cast(Any, sizes),
+        size_by_name = {tensor_place.name: tensor_place.numel * dtype.itemsize for tensor_place in tensor_places}
+        shard_split = split_state_dict_into_shards_factory(
+            cast(Any, size_by_name),
             get_storage_size=cast(Any, int),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=most,
         )
-        for file, names in split.filename_to_tensors.items():
-            save_file({name: read(name) for name in names}, draft / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return len(split.filename_to_tensors)
+        for file_name, tensor_names in shard_split.filename_to_tensors.items():
+            save_file(
+                {tensor_name: read(tensor_name) for tensor_name in tensor_names},
+                draft / file_name,
+                metadata={"format": "pt"},
+            )
+    if shard_split.is_sharded:
+        weight_index = {"metadata": shard_split.metadata, "weight_map": shard_split.tensor_to_filename}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(weight_index, indent=2) + "\n")
+    return len(shard_split.filename_to_tensors)
 
 
 def _check_prompts(draft: Path, model: Path) -> None:
@@ -197,18 +209,24 @@ def _check_prompts(draft: Path, model: Path) -> None:
         return
     exported = Renderer(draft)
     messages: list[Message] = [{"role": "user", "content": "What is in notes.txt?\n"}]
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-    function = {"name": "read_file", "description": "Reads a file.", "parameters": schema}
+    path_schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    function = {"name": "read_file", "description": "Reads a file.", "parameters": path_schema}
     # With and without tools, since a template writes them in a branch of its own and a lost file may change only that
     # one.
-    for tools in ((), ({"type": "function", "function": function},)):
-        run_prompt, other = (each_renderer.start(messages, tools) for each_renderer in (renderer, exported))
-        if run_prompt != other:
-            shown = f"{_cut(exported.decode(other))}; {model}: {_cut(renderer.decode(run_prompt))}"
-            raise RunFailed(f"the export would ask the model with other prompts than it was trained with: {shown}")
+    for tool_schemas in ((), ({"type": "function", "function": function},)):
+        run_prompt, export_prompt = (
+            each_renderer.start(messages, tool_schemas) for each_renderer in (renderer, exported)
+        )
+        if run_prompt != export_prompt:
+            prompt_difference = f"{_cut(exported.decode(export_prompt))}; {model}: {_cut(renderer.decode(run_prompt))}"
+            raise RunFailed(
+                f"the export would ask the model with other prompts than it was trained with: {prompt_difference}"
+            )
     if renderer.tool_format != exported.tool_format:
-        formats = f"{exported.tool_format}; {model}: {renderer.tool_format}"
-        raise RunFailed(f"the export has tools called in another format than the model was trained with: {formats}")
+        format_difference = f"{exported.tool_format}; {model}: {renderer.tool_format}"
+        raise RunFailed(
+            f"the export has tools called in another format than the model was trained with: {format_difference}"
+        )
 
 
 def _cut(text: str) -> str:
@@ -219,11 +237,14 @@ def _adapter(source: Path, draft: Path, model: str) -> str:
     """`model` is the one below it."""
     copy_description(source, draft, but={_CONFIG, _GENERATION})
     shutil.copytree(source / ADAPTER, draft, dirs_exist_ok=True)
-    name, _, revision = model.partition("@")
+    model_name, _, revision = model.partition("@")
     # PEFT reads a hub id and its revision from two fields; `id@revision` in one would be looked up as a name.
-    for file in draft.rglob(_ADAPTER_CONFIG):
-        settings = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+    for config_path in draft.rglob(_ADAPTER_CONFIG):
+        adapter_settings = json.loads(config_path.read_text()) | {
+            "base_model_name_or_path": model_name,
+            "revision": revision or None,
+        }
+        config_path.write_text(json.dumps(adapter_settings, indent=2) + "\n")
     return f"an adapter over {model} (--merge writes a whole model)"
 
 
@@ -234,12 +255,14 @@ def _dtype_of(settings: dict[str, Any]) -> str | None:
 
 def _having(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
     """A configuration that says this dtype, also in those of its parts."""
-    parts = {
-        name: _having(part, dtype)
-        for name, part in settings.items()
+    part_configs = {
+        setting_name: _having(part_settings, dtype)
+        for setting_name, part_settings in settings.items()
         # Models with several parts (text and vision) name the dtype in each part's configuration as well, and
         # transformers believes the inner one.
-        if name.endswith("_config") and "dtype" in (part or {})
+        if setting_name.endswith("_config") and "dtype" in (part_settings or {})
     }
-    rest = {name: value for name, value in settings.items() if name != "torch_dtype"}
-    return rest | parts | {"dtype": dtype}
+    other_settings = {
+        setting_name: setting_value for setting_name, setting_value in settings.items() if setting_name != "torch_dtype"
+    }
+    return other_settings | part_configs | {"dtype": dtype}

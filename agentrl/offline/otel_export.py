@@ -45,48 +45,48 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
     """Send spans, and those inside them, to an exporter of OpenTelemetry's SDK; returns how many they were. `run` names
     the service's instance. Raises UsageError if the exporter refuses spans."""
     try:
-        sdk: Any = import_module("opentelemetry.sdk.trace")
+        sdk_trace: Any = import_module("opentelemetry.sdk.trace")
         resources: Any = import_module("opentelemetry.sdk.resources")
-        results: Any = import_module("opentelemetry.sdk.trace.export")
+        export_results: Any = import_module("opentelemetry.sdk.trace.export")
         sampling: Any = import_module("opentelemetry.sdk.trace.sampling")
-        api: Any = import_module("opentelemetry.trace")
-        context: Any = import_module("opentelemetry.context")
+        trace_api: Any = import_module("opentelemetry.trace")
+        context_api: Any = import_module("opentelemetry.context")
     except ImportError as error:
         raise UsageError(f"OpenTelemetry is not installed ({error}): {install_command('otel')}") from None
-    about = resources.Resource.create({"service.name": "agentrl", "service.instance.id": run})
-    ended: list[Any] = []
+    resource = resources.Resource.create({"service.name": "agentrl", "service.instance.id": run})
+    ended_spans: list[Any] = []
     # every span is sent, whatever the environment says of a live service
-    provider = sdk.TracerProvider(resource=about, shutdown_on_exit=False, sampler=sampling.ALWAYS_ON)
-    provider.add_span_processor(_collector(sdk, ended))
+    provider = sdk_trace.TracerProvider(resource=resource, shutdown_on_exit=False, sampler=sampling.ALWAYS_ON)
+    provider.add_span_processor(_collector(sdk_trace, ended_spans))
     tracer = provider.get_tracer("agentrl")
-    sent = 0
+    sent_count = 0
 
     # The exporter is called here, not by a BatchSpanProcessor: that one drops spans when its queue is full and only
     # logs when an endpoint refuses them. This is an export of a finished record, in which none may be missing.
     def send() -> int:
-        if ended and exporter.export(ended) is not results.SpanExportResult.SUCCESS:
-            hint = "is an OTLP endpoint there?"
-            raise UsageError(f"{sent} spans are sent, and the next {len(ended)} were refused: {hint}")
-        gone = len(ended)
-        ended.clear()
-        return gone
+        if ended_spans and exporter.export(ended_spans) is not export_results.SpanExportResult.SUCCESS:
+            correction = "is an OTLP endpoint there?"
+            raise UsageError(f"{sent_count} spans are sent, and the next {len(ended_spans)} were refused: {correction}")
+        batch_size = len(ended_spans)
+        ended_spans.clear()
+        return batch_size
 
     def make(span: RunSpan, parent: Any) -> None:
         exported = tracer.start_span(
             _name(span, model), context=parent, start_time=_ns(span.began_s), attributes=_attributes(span, model)
         )
-        inside = api.set_span_in_context(exported)
-        for child in span.inside:
-            make(child, inside)
+        inner_context = trace_api.set_span_in_context(exported)
+        for inner_span in span.inside:
+            make(inner_span, inner_context)
         exported.end(end_time=_ns(span.ended_s))
 
-    for span in spans:
+    for run_span in spans:
         # An empty context, so that each episode is the root of a trace of its own even if the calling process is
         # traced itself.
-        make(span, context.Context())
-        if len(ended) >= _BATCH:
-            sent += send()
-    return sent + send()
+        make(run_span, context_api.Context())
+        if len(ended_spans) >= _BATCH:
+            sent_count += send()
+    return sent_count + send()
 
 
 def _collector(sdk: Any, ended: list[Any]) -> Any:
@@ -114,8 +114,8 @@ def _attributes(span: RunSpan, model: str) -> dict[str, Any]:
         attributes["gen_ai.response.finish_reasons"] = [str(span.facts.get("finish"))]
     if span.kind == "environment":
         attributes["gen_ai.tool.name"] = "environment"
-    for name, value in span.facts.items():
-        attributes[_KNOWN.get(name, f"rl.{span.kind}.{name}")] = _plain(name, value)
+    for fact_name, fact_value in span.facts.items():
+        attributes[_KNOWN.get(fact_name, f"rl.{span.kind}.{fact_name}")] = _plain(fact_name, fact_value)
     return attributes
 
 

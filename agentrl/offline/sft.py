@@ -109,20 +109,23 @@ def load(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
         raise UsageError(f"{path} cannot be read as TOML: {error}") from error
     for override in overrides:
         configuration.apply_override(document, override)
-    config = parse(document)
-    folder = path.parent.resolve()
-    beside = {name: [str(folder / name_) for name_ in getattr(config, name)] for name in ("data", "held_out")}
-    return config.model_copy(update=beside)
+    sft_config = parse(document)
+    file_folder = path.parent.resolve()
+    absolute_paths = {
+        field_name: [str(file_folder / file_name) for file_name in getattr(sft_config, field_name)]
+        for field_name in ("data", "held_out")
+    }
+    return sft_config.model_copy(update=absolute_paths)
 
 
 def parse(document: Mapping[str, Any]) -> SFTConfig:
     """Raises ConfigError naming the first wrong field."""
     try:
-        config = SFTConfig.model_validate(document)
+        sft_config = SFTConfig.model_validate(document)
     except ValidationError as error:
         raise config_error(error, SFTConfig) from None
-    config.learner()  # what its settings must fit to each other
-    return config
+    sft_config.learner()  # what its settings must fit to each other
+    return sft_config
 
 
 def train(
@@ -130,20 +133,20 @@ def train(
 ) -> Path:
     """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
     the last checkpoint's folder. Raises UsageError."""
-    run = RunDir(out)
+    run_folder = RunDir(out)
     # Fitted before it is written: `sft.json` holds what was trained with, and a resume on a machine of another kind
     # does not change the dtype halfway.
     config = _fitted(config, notify)
     overwrite = overwrite and (out / SETTINGS).is_file()
     if not overwrite:
-        _check_empty(run)
+        _check_empty(run_folder)
     # Models and data are read before the old run is removed. A typing error in a path must not cost the folder that
     # `--overwrite` was given for. `tests/run/test_sft.py::test_overwrite_replaces_a_run_of_ours_and_nothing_else`.
     training = _Training(config, out)
-    with run.lock(_BUSY):
+    with run_folder.lock(_BUSY):
         if overwrite:
-            _clear(run)
-        _check_empty(run)  # another process may have begun meanwhile
+            _clear(run_folder)
+        _check_empty(run_folder)  # another process may have begun meanwhile
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         (out / "checkpoints").mkdir()
         return training.run(notify)
@@ -151,31 +154,31 @@ def train(
 
 def _fitted(config: SFTConfig, notify: Callable[[str], None]) -> SFTConfig:
     """Choose bfloat16, and report it, if this CPU is faster in it and the configuration sets no `dtype`."""
-    train = config.train
-    if train.device != "cpu" or "dtype" in train.model_fields_set:
+    train_settings = config.train
+    if train_settings.device != "cpu" or "dtype" in train_settings.model_fields_set:
         return config
     if not faster_in_bfloat16(Machine.seen(), parameters_of(model_dir(config.model))):
         return config
     notify("chosen for this machine and model: train.dtype = 'bfloat16'")
-    return config.model_copy(update={"train": train.model_copy(update={"dtype": "bfloat16"})})
+    return config.model_copy(update={"train": train_settings.model_copy(update={"dtype": "bfloat16"})})
 
 
 def _check_empty(run: RunDir) -> None:
-    if run.path.exists() and any(entry != run.lock_path for entry in run.path.iterdir()):
+    if run.path.exists() and any(folder_entry != run.lock_path for folder_entry in run.path.iterdir()):
         alternatives = f", or --resume {run.path}, or --overwrite" if (run.path / SETTINGS).is_file() else ""
         raise UsageError(f"{run.path} is not empty: give another --out{alternatives}")
 
 
 def _clear(run: RunDir) -> None:
-    for entry in run.path.iterdir():
+    for folder_entry in run.path.iterdir():
         # The lock is held on this very file. Unlinked, a second process would lock a new file of the same name, and
         # both would write.
-        if entry == run.lock_path:
+        if folder_entry == run.lock_path:
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+        if folder_entry.is_dir() and not folder_entry.is_symlink():
+            shutil.rmtree(folder_entry)
         else:
-            entry.unlink()
+            folder_entry.unlink()
 
 
 def resume(out: Path, overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Path:
@@ -190,10 +193,10 @@ def resume(out: Path, overrides: Sequence[str] = (), *, notify: Callable[[str], 
         if not override.startswith("train.steps="):
             raise UsageError(f"--set {override}: a run that goes on keeps its settings, but for train.steps")
         configuration.apply_override(document, override)
-    config = parse(document)
+    sft_config = parse(document)
     with RunDir(out).lock(_BUSY):
-        (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
-        training = _Training(config, out)
+        (out / SETTINGS).write_text(sft_config.model_dump_json(indent=2) + "\n")
+        training = _Training(sft_config, out)
         training.load_newest(notify)
         return training.run(notify)
 
@@ -202,27 +205,33 @@ def _name_shared(data: Sequence[Trajectory], held_out: Sequence[Trajectory]) -> 
     """Name held-out demonstrations that are trained, too: their loss is memory."""
     # Compared as tokens: two rows that differ only in an unused key, or in how their calls are spelled, are the same
     # example to the model.
-    trained = {tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) for each in data}
-    shared = sum(tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) in trained for each in held_out)
-    if shared:
-        case = f"{shared} of {len(held_out)} held-out demonstrations are in data too: their loss is memory"
-        notices.note("demonstrations", case)
+    trained_tokens = {
+        tuple((shown_turn.prompt_ids, shown_turn.token_ids) for shown_turn in demonstration.turns)
+        for demonstration in data
+    }
+    shared_count = sum(
+        tuple((shown_turn.prompt_ids, shown_turn.token_ids) for shown_turn in demonstration.turns) in trained_tokens
+        for demonstration in held_out
+    )
+    if shared_count:
+        case_text = f"{shared_count} of {len(held_out)} held-out demonstrations are in data too: their loss is memory"
+        notices.note("demonstrations", case_text)
 
 
 class _Training:
     def __init__(self, config: SFTConfig, out: Path) -> None:
         self._config, self._out = config, out
-        folder = model_dir(config.model)
-        self._learner = build_learner(config.learner(), folder, folder_of=model_dir)
-        renderer = Renderer(folder, template_kwargs=config.template)
-        vocab = self._learner.model.vocab
+        model_folder = model_dir(config.model)
+        self._learner = build_learner(config.learner(), model_folder, folder_of=model_dir)
+        renderer = Renderer(model_folder, template_kwargs=config.template)
+        vocab_size = self._learner.model.vocab
         self._data, self._held_out = (
             [
                 demonstration
-                for file in files
-                for demonstration in read(Path(file), renderer, vocab=vocab, max_context=config.max_context)
+                for data_file in data_files
+                for demonstration in read(Path(data_file), renderer, vocab=vocab_size, max_context=config.max_context)
             ]
-            for files in (config.data, config.held_out)
+            for data_files in (config.data, config.held_out)
         )
         _name_shared(self._data, self._held_out)
         # A batch asks for the order of its pass once for each of its members; an order of a million numbers is not
@@ -232,33 +241,33 @@ class _Training:
 
     def load_newest(self, notify: Callable[[str], None]) -> None:
         """Go on from the newest intact checkpoint, if there is one. Raises RunFailed if all are damaged."""
-        checkpoint, damage = newest_intact(self._out / "checkpoints")
-        if damage:
-            notify(damage)
+        checkpoint, damage_text = newest_intact(self._out / "checkpoints")
+        if damage_text:
+            notify(damage_text)
         if checkpoint is not None:
             self._learner.load(checkpoint)
 
     def run(self, notify: Callable[[str], None]) -> Path:
-        learner, every = self._learner, self._config.train
+        learner, train_settings = self._learner, self._config.train
         if self._held_out and learner.step_index == 0:
             self._tell(notify, {"step": 0, **self.held_out()})
-        while learner.step_index < every.steps:
+        while learner.step_index < train_settings.steps:
             accuracy = _Accuracy(learner)
-            report = learner.step(self.batch(learner.step_index), step_of=lambda _: learner.step_index)
-            row: dict[str, Any] = {
-                "step": report.step,
-                "loss": report.loss,
+            step_report = learner.step(self.batch(learner.step_index), step_of=lambda _: learner.step_index)
+            metric_row: dict[str, Any] = {
+                "step": step_report.step,
+                "loss": step_report.loss,
                 "token_accuracy": accuracy.close(),
-                "tokens": report.tokens_scored,
-                "grad_norm": report.grad_norm,
-                "lr": report.lr,
-                "seconds": sum(report.seconds.values()),
+                "tokens": step_report.tokens_scored,
+                "grad_norm": step_report.grad_norm,
+                "lr": step_report.lr,
+                "seconds": sum(step_report.seconds.values()),
             }
-            over = report.step == every.steps
-            if self._held_out and (over or report.step % self._config.held_out_every == 0):
-                row |= self.held_out()
-            self._tell(notify, row)
-            if over or report.step % every.checkpoint_every == 0:
+            is_last = step_report.step == train_settings.steps
+            if self._held_out and (is_last or step_report.step % self._config.held_out_every == 0):
+                metric_row |= self.held_out()
+            self._tell(notify, metric_row)
+            if is_last or step_report.step % train_settings.checkpoint_every == 0:
                 learner.save(self._out / "checkpoints")
         checkpoint = newest(self._out / "checkpoints")
         assert checkpoint is not None
@@ -267,53 +276,61 @@ class _Training:
     def batch(self, step: int) -> list[Group]:
         """The demonstrations of step number `step` (from 0), a group for each update: each is in one step of every pass
         over the data."""
-        size, n = self._config.examples_per_step, len(self._data)
-        # A place in the endless sequence of passes: pass `place // n`, and there the `place % n`-th of its order. A
-        # batch may reach over the end of a pass, and no demonstration is left out because `n` does not divide. The
-        # state that a resume needs is the step's number alone
+        batch_size, data_count = self._config.examples_per_step, len(self._data)
+        # A position in the endless sequence of passes: pass `position // data_count`, and there entry
+        # `position % data_count` of its order. A batch may reach over the end of a pass, and no demonstration is left
+        # out because `data_count` does not divide. The state that a resume needs is the step's number alone
         # (`tests/run/test_sft.py::test_going_on_is_as_if_nothing_had_happened`).
-        drawn = [
-            (place, self._data[self._permutation(place // n)[place % n]])
-            for place in range(step * size, (step + 1) * size)
+        drawn_members = [
+            (position, self._data[self._permutation(position // data_count)[position % data_count]])
+            for position in range(step * batch_size, (step + 1) * batch_size)
         ]
-        updates = min(self._config.train.minibatches, size)
-        bounds = [size * part // updates for part in range(updates + 1)]
-        return [_group(drawn[start:stop]) for start, stop in pairwise(bounds)]
+        update_count = min(self._config.train.minibatches, batch_size)
+        group_bounds = [batch_size * update_index // update_count for update_index in range(update_count + 1)]
+        return [_group(drawn_members[group_start:group_end]) for group_start, group_end in pairwise(group_bounds)]
 
     def _permuted(self, epoch: int) -> list[int]:
-        order = list(range(len(self._data)))
+        pass_order = list(range(len(self._data)))
         # A text as the seed: `seed + epoch` would make pass 1 of seed 0 the pass 0 of seed 1, and two seeds the same
         # experiment but for one pass.
-        random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
-        return order
+        random.Random(f"{self._config.seed}/{epoch}").shuffle(pass_order)
+        return pass_order
 
     @torch.no_grad()
     def held_out(self) -> dict[str, float]:
         """Loss and accuracy over all tokens of the held-out demonstrations."""
         learner = self._learner
         settings = learner.settings
-        group = _group(list(enumerate(self._held_out)))
-        (rows,) = weigh([[group_rows(group, settings.algo, step_of=lambda _: 0, step_now=0, max_lag=0)]])
-        loss = hits = tokens = 0.0
-        for pack in packs(
-            rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
+        held_out_group = _group(list(enumerate(self._held_out)))
+        (weighed_rows,) = weigh(
+            [[group_rows(held_out_group, settings.algo, step_of=lambda _: 0, step_now=0, max_lag=0)]]
+        )
+        mean_loss = hit_count = token_count = 0.0
+        for token_pack in packs(
+            weighed_rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
         ):
             accuracy = _Accuracy(learner)
             # Under `no_grad` no activations are stored and nothing is computed again: a measurement costs a third of
             # a step over as many tokens.
-            outputs = learner.worker.passes.forward(pack, trained=())
-            accuracy.count(pack, pack.columns, outputs)
+            pass_outputs = learner.worker.passes.forward(token_pack, trained=())
+            accuracy.count(token_pack, token_pack.columns, pass_outputs)
             accuracy.close()
             # The weights sum to 1 over all packs, as in a step, so the sum over packs is the mean that `normalise`
             # names, and it can be compared with the loss of training.
-            loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())
-            hits, tokens = hits + accuracy.hits, tokens + accuracy.tokens
-        return {"held_out_loss": loss, "held_out_accuracy": hits / tokens}
+            mean_loss -= float((token_pack.columns["weight"] * pass_outputs.logprobs_K).sum())
+            hit_count, token_count = hit_count + accuracy.hits, token_count + accuracy.tokens
+        return {"held_out_loss": mean_loss, "held_out_accuracy": hit_count / token_count}
 
     def _tell(self, notify: Callable[[str], None], row: Mapping[str, Any]) -> None:
-        with (self._out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        notify("  ".join(f"{name} {value:.4g}" for name, value in row.items() if value is not None))
+        with (self._out / "metrics.jsonl").open("a") as metrics_file:
+            metrics_file.write(json.dumps(row) + "\n")
+        notify(
+            "  ".join(
+                f"{metric_name} {metric_value:.4g}"
+                for metric_name, metric_value in row.items()
+                if metric_value is not None
+            )
+        )
 
 
 class _Accuracy:
@@ -325,20 +342,20 @@ class _Accuracy:
         self._learner, self._best = learner, list[Tensor]()
         # A hook, since logits are not among a pass's outputs: [K, V] of them would be the largest tensor of a step.
         # Their maximum is taken where they exist anyway, and only its index stays.
-        output: Any = learner.model.module.get_output_embeddings()
-        self._hook = output.register_forward_hook(self._heard)
+        output_layer: Any = learner.model.module.get_output_embeddings()
+        self._hook = output_layer.register_forward_hook(self._heard)
         learner.worker.on_pass = self.count
 
     def _heard(self, _: object, __: object, logits: Tensor) -> None:
         is_whole = logits.dim() == 3
-        best = logits.detach().argmax(-1)
-        self._best = [best[0]] if is_whole else [*self._best, best]
+        best_tokens = logits.detach().argmax(-1)
+        self._best = [best_tokens[0]] if is_whole else [*self._best, best_tokens]
 
     def count(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
         # Where the pass goes by the layer and applies it in chunks, the first entry is of the model's own call, whose
         # result nobody reads, and the chunks follow. Where it does not, there is that one call.
-        chunks = self._best[1:] or self._best
-        self.hits += int((torch.cat(chunks)[pack.predictor_K] == pack.target_K).sum())
+        best_chunks = self._best[1:] or self._best
+        self.hits += int((torch.cat(best_chunks)[pack.predictor_K] == pack.target_K).sum())
         self.tokens += len(pack.target_K)
 
     def close(self) -> float | None:
@@ -350,9 +367,15 @@ class _Accuracy:
 def _group(drawn: Sequence[tuple[int, Trajectory]]) -> Group:
     """Numbered demonstrations as members of one group, so that a pass computes their common beginning once: an
     environment's instruction, the schemas of its tools. The numbers tell apart two copies in one step."""
-    number, first = drawn[0]
-    members = tuple(
-        replace(trajectory, episode_id=place, group_id=number, member=member)
-        for member, (place, trajectory) in enumerate(drawn)
+    group_number, first_demonstration = drawn[0]
+    group_members = tuple(
+        replace(trajectory, episode_id=position, group_id=group_number, member=member)
+        for member, (position, trajectory) in enumerate(drawn)
     )
-    return Group(id=number, task=first.task, state=GroupState.TAKEN, size=len(members), trajectories=members)
+    return Group(
+        id=group_number,
+        task=first_demonstration.task,
+        state=GroupState.TAKEN,
+        size=len(group_members),
+        trajectories=group_members,
+    )

@@ -67,18 +67,18 @@ def shrunk(config: RunConfig, folder: Path, settings: Sequence[str] = ()) -> Run
     """The run with a random model made in `folder`, on one CPU: two steps of one group, as small as its algorithms
     allow, short turns, engines of that model, processes and store on this machine, no held-out sets. `settings`,
     `a.b=c`, are kept nevertheless. Raises ModelError for a model whose architecture is unknown."""
-    mixture = _make(config.model, folder)
+    is_mixture = _make(config.model, folder)
     # The least that the algorithm takes: group baselines of one member are zero, and a step would change nothing.
-    members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
-    document = _on_one_cpu(config, folder, str(folder), members=members, groups=1, mixture=mixture)
+    member_count = max(_MEMBERS, *(algorithm.least_members for algorithm in config.algorithms.values()))
+    document = _on_one_cpu(config, folder, str(folder), members=member_count, groups=1, mixture=is_mixture)
     document["rollout"] |= {"max_turns": _TURNS, "max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
     # The embedded engine has no mixtures of experts.
-    document["engine"] |= {"kind": "vllm" if mixture else "embedded", "max_batch": 8, "kv_cache_mb": 64}
+    document["engine"] |= {"kind": "vllm" if is_mixture else "embedded", "max_batch": 8, "kv_cache_mb": 64}
     document["train"] |= {"steps": _STEPS, "tokens_per_batch": _CONTEXT}
-    noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
+    noise_source = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
     # A random model solves nothing, so all members of a group would have the same reward and every advantage would be
     # zero: the canary and the sync of weights would then be tested with weights that did not change.
-    document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
+    document["rewards"] = [*map(_short, document.get("rewards", [])), noise_source]
     document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
     return _with(document, settings, _MADE_SMALL)
 
@@ -89,16 +89,18 @@ def on_cpu(config: RunConfig, settings: Sequence[str] = ()) -> RunConfig:
     sets of at most 64 episodes, bfloat16 where this CPU has instructions for it. Environment, rewards and algorithm are
     the file's own. `settings`, `a.b=c`, are kept nevertheless: `model=runs/warm` begins with a warm start. Raises
     ModelError with the command to type if the model's packages are missing."""
-    folder = model_dir(smollm2.ID)
-    members = max(min(config.rollout.group_size, 8), *(algo.least_members for algo in config.algorithms.values()))
-    document = _on_one_cpu(config, folder, smollm2.ID, members=members, groups=8, mixture=False)
-    rollout = document["rollout"]
-    rollout["max_running"] = 64
-    for name, most in (("max_tokens_per_turn", 64), ("max_context", 1024)):
-        rollout[name] = min(most, getattr(config.rollout, name))
-    dtype = "bfloat16" if multiplies_bfloat16() else "float32"
-    document["engine"] |= {"kind": "embedded", "max_batch": 64, "kv_cache_mb": 1024, "dtype": dtype}
-    document["train"] |= {"lr": 1e-5, "tokens_per_batch": 4096, "dtype": dtype}
+    model_folder = model_dir(smollm2.ID)
+    member_count = max(
+        min(config.rollout.group_size, 8), *(algorithm.least_members for algorithm in config.algorithms.values())
+    )
+    document = _on_one_cpu(config, model_folder, smollm2.ID, members=member_count, groups=8, mixture=False)
+    rollout_section = document["rollout"]
+    rollout_section["max_running"] = 64
+    for limit_name, upper_limit in (("max_tokens_per_turn", 64), ("max_context", 1024)):
+        rollout_section[limit_name] = min(upper_limit, getattr(config.rollout, limit_name))
+    cpu_dtype = "bfloat16" if multiplies_bfloat16() else "float32"
+    document["engine"] |= {"kind": "embedded", "max_batch": 64, "kv_cache_mb": 1024, "dtype": cpu_dtype}
+    document["train"] |= {"lr": 1e-5, "tokens_per_batch": 4096, "dtype": cpu_dtype}
     measured = document.get("eval", {})
     if "n_during" in measured:
         measured["n_during"] = min(32, config.eval.n_during)
@@ -120,25 +122,32 @@ def _on_one_cpu(
     """The settings of a run with one model, whose files are in `folder`: processes and store on this machine, without
     what needs a GPU, `groups` of `members` a step."""
     document = _of_one_model(config, model)
-    rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
-    rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members}
-    if template := rollout.pop("template", None):
-        rollout["template"] = _known(template, folder)
-    if "pivot" in rollout:
-        rollout["pivot"] |= {"k": members}
-    for name in _ELSEWHERE:
-        engine.pop(name, None)
+    rollout_section, engine_section, train_section = (
+        dict(document.get(key_name, {})) for key_name in ("rollout", "engine", "train")
+    )
+    rollout_section |= {"workers": 1, "group_size": members, "max_running": 2 * members}
+    if template := rollout_section.pop("template", None):
+        rollout_section["template"] = _known(template, folder)
+    if "pivot" in rollout_section:
+        rollout_section["pivot"] |= {"k": members}
+    for key_name in _ELSEWHERE:
+        engine_section.pop(key_name, None)
     if not mixture:
-        engine.pop("routed_experts", None)
-    engine |= {"dtype": "float32"}
-    train |= {"device": "cpu", "dtype": "float32", "compile": False}
-    for name in ("parallel", "weights", "attention"):
-        train.pop(name, None)
+        engine_section.pop("routed_experts", None)
+    engine_section |= {"dtype": "float32"}
+    train_section |= {"device": "cpu", "dtype": "float32", "compile": False}
+    for key_name in ("parallel", "weights", "attention"):
+        train_section.pop(key_name, None)
     document.pop("cluster", None)
-    buffer = {**document.get("buffer", {}), "groups_per_step": groups}
-    if isinstance(buffer.get("close"), int):
-        buffer["close"] = min(buffer["close"], members)
-    return document | {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
+    buffer_section = {**document.get("buffer", {}), "groups_per_step": groups}
+    if isinstance(buffer_section.get("close"), int):
+        buffer_section["close"] = min(buffer_section["close"], members)
+    return document | {
+        "rollout": rollout_section,
+        "engine": engine_section,
+        "train": train_section,
+        "buffer": buffer_section,
+    }
 
 
 def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
@@ -146,17 +155,21 @@ def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
     # Without what was not set: a default is the program's own answer to this machine and model, and a dump with all
     # of them would pin the answers for the large one.
     document = config.model_dump(mode="json", exclude_unset=True)
-    for field, algo in config.algorithms.items():
-        table: Any = document
-        for key in field.split("."):
-            table = table[int(key)] if key.isdigit() else table.setdefault(key, {})
-        table |= {name: model for name, frozen_model in algo.slots.frozen.items() if frozen_model is not None}
+    for algo_field, algorithm in config.algorithms.items():
+        algo_table: Any = document
+        for table_key in algo_field.split("."):
+            algo_table = algo_table[int(table_key)] if table_key.isdigit() else algo_table.setdefault(table_key, {})
+        algo_table |= {
+            slot_name: model for slot_name, frozen_model in algorithm.slots.frozen.items() if frozen_model is not None
+        }
     for role in document.get("roles", []):
         role |= {"model": model} if role.get("model") else {}
     if config.rollout.roles:
-        others = config.rollout.frozen_models() - {"frozen"}
-        played = {role: model if by in others else by for role, by in config.rollout.roles.items()}
-        document["rollout"]["roles"] = played
+        other_models = config.rollout.frozen_models() - {"frozen"}
+        played_roles = {
+            role: model if player in other_models else player for role, player in config.rollout.roles.items()
+        }
+        document["rollout"]["roles"] = played_roles
     return document | {"model": model}
 
 
@@ -167,20 +180,24 @@ def _short(source: dict[str, Any]) -> dict[str, Any]:
 
 def noise(trajectory: Trajectory) -> float:
     """Something from 0 to 1 that its sampled tokens decide."""
-    tokens = [turn.token_ids for turn in trajectory.turns]
+    sampled_tokens = [played_turn.token_ids for played_turn in trajectory.turns]
     # From the tokens, not from a clock or a generator: played again, the same episode gets the same reward, and one
     # dry run can be compared with another.
-    return random.Random(repr(tokens)).random()
+    return random.Random(repr(sampled_tokens)).random()
 
 
 def _known(template: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The arguments that the stand-in's chat template reads too: none, unless the model came with its own."""
-    settings = folder / "tokenizer_config.json"
-    text = str(json.loads(settings.read_text()).get("chat_template")) if settings.is_file() else ""
-    text += "".join(file.read_text() for file in folder.rglob("*.jinja"))
+    settings_path = folder / "tokenizer_config.json"
+    template_text = str(json.loads(settings_path.read_text()).get("chat_template")) if settings_path.is_file() else ""
+    template_text += "".join(template_file.read_text() for template_file in folder.rglob("*.jinja"))
     # An argument that a template does not read is an error in a real run, rightly. The stand-in has another template,
     # and this error would be about the stand-in.
-    return {name: value for name, value in template.items() if re.search(rf"\b{re.escape(name)}\b", text)}
+    return {
+        argument_name: argument_value
+        for argument_name, argument_value in template.items()
+        if re.search(rf"\b{re.escape(argument_name)}\b", template_text)
+    }
 
 
 def _make(model: str, folder: Path) -> bool:
@@ -188,25 +205,32 @@ def _make(model: str, folder: Path) -> bool:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = next((kind for pattern, kind in _FAMILIES if re.fullmatch(pattern, model)), None)
-    source = model_dir(_STAND_IN if family else model)
+    family = next((model_kind for name_pattern, model_kind in _FAMILIES if re.fullmatch(name_pattern, model)), None)
+    source_folder = model_dir(_STAND_IN if family else model)
     folder.mkdir(parents=True, exist_ok=True)
-    copy_description(source, folder, but={"config.json"})
-    source_config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    tokens = {name: source_config.get(name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
-    kind = family or str(source_config.get("model_type"))
+    copy_description(source_folder, folder, but={"config.json"})
+    source_config: dict[str, Any] = json.loads((source_folder / "config.json").read_text())
+    token_settings = {
+        config_key: source_config.get(config_key)
+        for config_key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
+    }
+    model_kind = family or str(source_config.get("model_type"))
     try:
-        default_config = cast(Any, AutoConfig).for_model(kind)
-        sizes = {name: size for name, size in _SIZES.items() if hasattr(default_config, name)}
+        default_config = cast(Any, AutoConfig).for_model(model_kind)
+        tiny_sizes = {
+            config_key: size_value for config_key, size_value in _SIZES.items() if hasattr(default_config, config_key)
+        }
         # The vocabulary and the special tokens stay those of the tokenizer that is used, or ids beyond the table
         # would be looked up.
-        tiny_config: Any = cast(Any, AutoConfig).for_model(kind, **sizes, **tokens, tie_word_embeddings=True)
+        tiny_config: Any = cast(Any, AutoConfig).for_model(
+            model_kind, **tiny_sizes, **token_settings, tie_word_embeddings=True
+        )
         # The same weights each time, so that a dry run that fails can be repeated.
         cast(Any, torch).manual_seed(0)
-        module: Any = cast(Any, AutoModelForCausalLM).from_config(tiny_config, dtype=torch.float32)
+        random_model: Any = cast(Any, AutoModelForCausalLM).from_config(tiny_config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model}: no tiny model of its architecture {kind!r} can be made: {error}") from error
-    module.save_pretrained(folder)
-    if (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
-    return bool(sizes.get("num_experts") or sizes.get("num_local_experts"))
+        raise ModelError(f"{model}: no tiny model of its architecture {model_kind!r} can be made: {error}") from error
+    random_model.save_pretrained(folder)
+    if (source_folder / "generation_config.json").is_file():
+        shutil.copyfile(source_folder / "generation_config.json", folder / "generation_config.json")
+    return bool(tiny_sizes.get("num_experts") or tiny_sizes.get("num_local_experts"))
