@@ -284,9 +284,8 @@ def _limits(settings: Rollout) -> Rollout:
 def _row(trajectory: Trajectory, model: ServedModel, seconds: float) -> dict[str, Json]:
     played_turns, outcome = trajectory.turns, trajectory.outcome or 0.0
     last_step = played_turns[-1].step if played_turns else None
-    # An episode that ended otherwise than by its last step has filled its context.
-    has_settled = last_step is None or last_step.terminated or last_step.truncated
-    unsettled_reward = 0.0 if has_settled else last_step.unsettled
+    # An episode whose last step did not end it has filled its context.
+    unsettled_reward = 0.0 if last_step is None or last_step.terminated or last_step.truncated else last_step.unsettled
     assert trajectory.stop_reason is not None
     return {
         "seed": trajectory.task.seed,
