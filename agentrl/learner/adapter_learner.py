@@ -101,7 +101,7 @@ class AdapterLearner:
         torch.set_num_threads(threads)
         self._model = PolicyModel(folder, device=device, dtype=dtype, frozen=True, logits_mb=logits_mb)
         self._parts = lora.choose(self._model.module, ())
-        if any(part.parameter for part in self._parts):
+        if any(adapted_part.parameter for adapted_part in self._parts):
             raise ModelError(f"{str(folder)!r} is a mixture of experts, which this learner has no adapters for")
         self._tokens_per_pass = tokens_per_pass
         self._adapters: dict[str, _Adapter] = {}
@@ -116,24 +116,28 @@ class AdapterLearner:
 
     def create(self, name: str, shape: AdapterShape, *, seed: int) -> None:
         """Make an adapter, which changes nothing at first. Raises UsageError if the model has none of its layers."""
-        parts = [part for part in self._parts if (shape.attention if _ATTENTION.search(part.name) else shape.mlp)]
-        if not parts:
+        adapted_parts = [
+            model_part
+            for model_part in self._parts
+            if (shape.attention if _ATTENTION.search(model_part.name) else shape.mlp)
+        ]
+        if not adapted_parts:
             raise UsageError("the model has no layer that this adapter would change")
-        module = self._model.module
+        model_module = self._model.module
         # The seed is the caller's, and this process serves many: without the fork the initial weights of one adapter
         # would move the random state of all others.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            lora.add(module, name, parts, rank=shape.rank, alpha=ALPHA)
-        for parameter in lora.parameters(module, name):
+            lora.add(model_module, name, adapted_parts, rank=shape.rank, alpha=ALPHA)
+        for parameter in lora.parameters(model_module, name):
             # PEFT makes matrices as narrow as the layer below. An update of a millionth does not change a bfloat16,
             # so they are trained in float32.
             parameter.data = parameter.data.float()
-        mark = f".{name}."
+        name_marker = f".{name}."
         parameters = {
-            full_name.replace(mark, "."): parameter
-            for full_name, parameter in module.named_parameters()
-            if ".lora_" in full_name and mark in full_name
+            full_name.replace(name_marker, "."): parameter
+            for full_name, parameter in model_module.named_parameters()
+            if ".lora_" in full_name and name_marker in full_name
         }
         self._adapters[name] = _Adapter(parameters, torch.optim.AdamW(parameters.values()))
 
@@ -145,13 +149,15 @@ class AdapterLearner:
     def forward(self, name: str, rows: Sequence[TargetRow], loss: RowLoss) -> tuple[float, list[Tensor]]:
         """The loss of all rows, and the log-probs of each row's targets, of their shape."""
         lora.activate(self._model.module, name)
-        total, logprobs = 0.0, list[Tensor]()
+        total_loss, logprobs = 0.0, list[Tensor]()
         with torch.no_grad():
-            for part in self._passes(rows):
-                of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
-                total += float(_sum(part, of_targets, loss))
-                logprobs += [tensor.cpu() for tensor in of_targets]
-        return total, logprobs
+            for pass_rows in self._passes(rows):
+                pass_logprobs = self._model.choices(
+                    [(target_row.input_T, target_row.target_TC) for target_row in pass_rows]
+                )
+                total_loss += float(_sum(pass_rows, pass_logprobs, loss))
+                logprobs += [target_logprobs.cpu() for target_logprobs in pass_logprobs]
+        return total_loss, logprobs
 
     def forward_backward(self, name: str, rows: Sequence[TargetRow], loss: RowLoss) -> tuple[float, list[Tensor]]:
         """Compute what `forward` computes, and add the gradients to the adapter's: all of them, or none if it
@@ -159,22 +165,26 @@ class AdapterLearner:
         lora.activate(self._model.module, name)
         adapter = self._adapters[name]
         parameters = list(adapter.parameters.values())
-        total, logprobs = 0.0, list[Tensor]()
+        total_loss, logprobs = 0.0, list[Tensor]()
         # Summed apart from `parameter.grad`, and added to it at the end: a row that raises in the third pass leaves
         # the adapter as it was before the call.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        for part in self._passes(rows):
-            of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
-            lost = _sum(part, of_targets, loss)
-            part_gradients = torch.autograd.grad(lost, parameters, allow_unused=True)
-            for sum_, new in zip(gradients, cast("tuple[Tensor | None, ...]", part_gradients), strict=True):
-                if new is not None:
-                    sum_ += new
-            total += float(lost.detach())
-            logprobs += [tensor.detach().cpu() for tensor in of_targets]
+        for pass_rows in self._passes(rows):
+            pass_logprobs = self._model.choices(
+                [(target_row.input_T, target_row.target_TC) for target_row in pass_rows]
+            )
+            pass_loss = _sum(pass_rows, pass_logprobs, loss)
+            pass_gradients = torch.autograd.grad(pass_loss, parameters, allow_unused=True)
+            for gradient_sum, pass_gradient in zip(
+                gradients, cast("tuple[Tensor | None, ...]", pass_gradients), strict=True
+            ):
+                if pass_gradient is not None:
+                    gradient_sum += pass_gradient
+            total_loss += float(pass_loss.detach())
+            logprobs += [target_logprobs.detach().cpu() for target_logprobs in pass_logprobs]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return total, logprobs
+        return total_loss, logprobs
 
     def step(self, name: str, adam: AdamStep) -> dict[str, float]:
         """An AdamW step from the gradients at hand, which are gone afterwards. Returns the norm of the gradient before
@@ -184,40 +194,49 @@ class AdapterLearner:
         gradients = adapter.gradients
         if not gradients:
             raise UsageError("optim_step has no gradients: call forward_backward before")
-        norm = float(nn.utils.get_total_norm(gradients))
+        gradient_norm = float(nn.utils.get_total_norm(gradients))
         try:
             # One NaN in a step would make every later one NaN, through Adam's moments. The gradient is dropped with
             # the step: whoever sent it may go on.
-            if norm != norm or norm == float("inf"):
-                raise UsageError(f"the gradient is not finite (norm {norm}): no weight changed, and it is gone")
+            if gradient_norm != gradient_norm or gradient_norm == float("inf"):
+                raise UsageError(
+                    f"the gradient is not finite (norm {gradient_norm}): no weight changed, and it is gone"
+                )
             if adam.grad_clip > 0:
                 nn.utils.clip_grad_norm_(parameters, adam.grad_clip)
-            for group in adapter.optimizer.param_groups:
+            for parameter_group in adapter.optimizer.param_groups:
                 betas = adam.beta1, adam.beta2
-                group.update(lr=adam.lr, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
+                parameter_group.update(lr=adam.lr, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
             adapter.optimizer.step()
         finally:
             adapter.optimizer.zero_grad()
-        return {"grad_norm": norm}
+        return {"grad_norm": gradient_norm}
 
     def save(self, name: str, file: Path) -> None:
         """Write weights and optimizer, without gradients, to `file`: whole or not at all, also if the power fails."""
         adapter = self._adapters[name]
-        tensors = {f"{_WEIGHT}/{key}": parameter.detach() for key, parameter in adapter.parameters.items()}
-        for key, parameter in adapter.parameters.items():
-            tensors |= {
-                f"{moment}/{key}": tensor for moment, tensor in adapter.optimizer.state.get(parameter, {}).items()
+        saved_tensors = {
+            f"{_WEIGHT}/{parameter_name}": parameter.detach()
+            for parameter_name, parameter in adapter.parameters.items()
+        }
+        for parameter_name, parameter in adapter.parameters.items():
+            saved_tensors |= {
+                f"{moment_name}/{parameter_name}": saved_tensor
+                for moment_name, saved_tensor in adapter.optimizer.state.get(parameter, {}).items()
             }
-        draft = file.with_name(f".{file.name}.draft")
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, draft)
+        draft_file = file.with_name(f".{file.name}.draft")
+        save_file(
+            {parameter_name: saved_tensor.cpu().contiguous() for parameter_name, saved_tensor in saved_tensors.items()},
+            draft_file,
+        )
         # The file first, then the folder with its new name: after a power loss a name without its bytes would be
         # worse than the old file.
-        for path in (draft, file.parent):
-            descriptor = os.open(path, os.O_RDONLY)
+        for synced_path in (draft_file, file.parent):
+            descriptor = os.open(synced_path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
-                if path is draft:
-                    draft.rename(file)
+                if synced_path is draft_file:
+                    draft_file.rename(file)
             finally:
                 os.close(descriptor)
 
@@ -226,29 +245,33 @@ class AdapterLearner:
         Gradients are gone. Raises ModelError, and nothing has changed, if the file does not fit."""
         adapter = self._adapters[name]
         try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read the state in {str(file)!r}: {error}") from error
-        weights = dict(_below(tensors, _WEIGHT))
-        if {key: tensor.shape for key, tensor in weights.items()} != {
-            key: tensor.shape for key, tensor in adapter.parameters.items()
+            saved_tensors = load_file(file)
+        except (OSError, SafetensorError) as read_error:
+            raise ModelError(f"cannot read the state in {str(file)!r}: {read_error}") from read_error
+        saved_weights = dict(_below(saved_tensors, _WEIGHT))
+        if {parameter_name: parameter_tensor.shape for parameter_name, parameter_tensor in saved_weights.items()} != {
+            parameter_name: parameter_tensor.shape for parameter_name, parameter_tensor in adapter.parameters.items()
         }:
             raise ModelError("the checkpoint is of an adapter of another rank, or on other layers")
         # A new optimizer that takes the old one's place at the end. `load_state_dict` into the old one would leave it
         # half changed if a moment were missing.
-        fresh = torch.optim.AdamW(adapter.parameters.values())
+        new_optimizer = torch.optim.AdamW(adapter.parameters.values())
         with torch.no_grad():
-            for key, parameter in adapter.parameters.items():
-                parameter.copy_(weights[key])
-        moments = {moment: dict(_below(tensors, moment)) for moment in _MOMENTS} if optimizer else {}
-        for key, parameter in adapter.parameters.items():
-            if moments and key in moments["step"]:
-                fresh.state[parameter] = {
-                    moment: of[key] if moment == "step" else of[key].to(parameter.device)
-                    for moment, of in moments.items()
+            for parameter_name, parameter in adapter.parameters.items():
+                parameter.copy_(saved_weights[parameter_name])
+        moments_by_name = (
+            {moment_name: dict(_below(saved_tensors, moment_name)) for moment_name in _MOMENTS} if optimizer else {}
+        )
+        for parameter_name, parameter in adapter.parameters.items():
+            if moments_by_name and parameter_name in moments_by_name["step"]:
+                new_optimizer.state[parameter] = {
+                    moment_name: saved_moments[parameter_name]
+                    if moment_name == "step"
+                    else saved_moments[parameter_name].to(parameter.device)
+                    for moment_name, saved_moments in moments_by_name.items()
                 }
-        fresh.zero_grad()
-        adapter.optimizer = fresh
+        new_optimizer.zero_grad()
+        adapter.optimizer = new_optimizer
 
     def export(self, name: str, folder: Path) -> None:
         """Write the adapter as PEFT and engines read it."""
@@ -256,26 +279,36 @@ class AdapterLearner:
 
     def _passes(self, rows: Sequence[TargetRow]) -> Iterator[list[TargetRow]]:
         """The rows in order, as many at once as have room in a pass."""
-        part, tokens = list[TargetRow](), 0
-        for row in rows:
-            if part and tokens + len(row.input_T) > self._tokens_per_pass:
-                yield part
-                part, tokens = [], 0
-            part.append(row)
-            tokens += len(row.input_T)
-        if part:
-            yield part
+        pass_rows, pass_tokens = list[TargetRow](), 0
+        for target_row in rows:
+            if pass_rows and pass_tokens + len(target_row.input_T) > self._tokens_per_pass:
+                yield pass_rows
+                pass_rows, pass_tokens = [], 0
+            pass_rows.append(target_row)
+            pass_tokens += len(target_row.input_T)
+        if pass_rows:
+            yield pass_rows
 
 
 def _sum(rows: Sequence[TargetRow], of_targets: Sequence[Tensor], loss: RowLoss) -> Tensor:
     return torch.stack(
         [
-            loss(logprobs_TC, {key: column.to(logprobs_TC.device) for key, column in row.columns.items()})
-            for row, logprobs_TC in zip(rows, of_targets, strict=True)
+            loss(
+                logprobs_TC,
+                {
+                    column_name: column_TC.to(logprobs_TC.device)
+                    for column_name, column_TC in target_row.columns.items()
+                },
+            )
+            for target_row, logprobs_TC in zip(rows, of_targets, strict=True)
         ]
     ).sum()
 
 
 def _below(tensors: Mapping[str, Tensor], name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors whose names begin with `name` and a slash, by the rest."""
-    return ((key.removeprefix(f"{name}/"), tensor) for key, tensor in tensors.items() if key.startswith(f"{name}/"))
+    return (
+        (full_name.removeprefix(f"{name}/"), saved_tensor)
+        for full_name, saved_tensor in tensors.items()
+        if full_name.startswith(f"{name}/")
+    )

@@ -44,24 +44,28 @@ def device_of(train: Train) -> torch.device:
     """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
     # Counted here, before a model is loaded: the same fault inside torch would come minutes later, without the
     # setting's name.
-    seen = torch.cuda.device_count()
-    if train.gpus and max(train.gpus) >= seen:
+    device_count = torch.cuda.device_count()
+    if train.gpus and max(train.gpus) >= device_count:
         if train.parallel.ranks == 1 or "," in train.device:
-            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give those, or 'cpu'")
-        hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
-        raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
+            raise ConfigError(
+                "train.device", train.device, f"torch sees {device_count} CUDA devices: give those, or 'cpu'"
+            )
+        correction = f"torch sees {device_count} CUDA devices, and each rank has one: lower it"
+        raise ConfigError("train.parallel.ranks", train.parallel.ranks, correction)
     return torch.device("cuda", train.gpus[0]) if train.gpus else torch.device("cpu")
 
 
 def ranks_of(train: Train, start_s: float, progress: Callable[[], None], *, ends: Callable[[str], None]) -> Ranks:
     """The ranks of the learner, started within `start_s`. They end with this process; `ends` ends it, from any thread,
     and takes the reason. Raises ConfigError, RankLost."""
-    plan, first = train.parallel, device_of(train)
-    if plan.ranks == 1:
+    parallel_plan, first_device = train.parallel, device_of(train)
+    if parallel_plan.ranks == 1:
         return ALONE
-    others = [torch.device("cuda", gpu) for gpu in train.gpus[1:]] or [first] * (plan.ranks - 1)
+    other_devices = [torch.device("cuda", gpu_index) for gpu_index in train.gpus[1:]] or [first_device] * (
+        parallel_plan.ranks - 1
+    )
     return Leader(
-        [first, *others],
+        [first_device, *other_devices],
         # Before the supervisor kills a learner that makes no progress: it could not say which rank was late.
         deadline_s=train.progress_deadline_s / 2,
         start_s=start_s,

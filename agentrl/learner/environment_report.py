@@ -28,8 +28,8 @@ class ReportedLengths:
 
 def group_spread(group: GroupRows) -> float | None:
     """The sample deviation of the rewards of its scored members; None with fewer than two, or only late ones."""
-    rewards = [member.reward for member in group.members if member.scored]
-    return stdev(rewards) if len(rewards) > 1 and not group.taken_before else None
+    scored_rewards = [played_episode.reward for played_episode in group.members if played_episode.scored]
+    return stdev(scored_rewards) if len(scored_rewards) > 1 and not group.taken_before else None
 
 
 def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
@@ -37,17 +37,23 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     late members are here are left out. An unbiased estimate where groups close whole; where a quorum closes them, the
     members that end first are counted, and if success is quick the figure is too high."""
     successes = [
-        [member.success for member in group.members if member.scored and member.success is not None]
-        for group in groups
-        if group.members and not group.taken_before
+        [
+            played_episode.success
+            for played_episode in group_rows.members
+            if played_episode.scored and played_episode.success is not None
+        ]
+        for group_rows in groups
+        if group_rows.members and not group_rows.taken_before
     ]
-    rates: dict[str, float] = {}
-    k = 1
-    while chosen := [group for group in successes if len(group) >= k]:
-        rates[str(k)] = fmean(pass_at_k(len(group), sum(group), k) for group in chosen)
+    success_rates: dict[str, float] = {}
+    attempt_count = 1
+    while large_groups := [group_successes for group_successes in successes if len(group_successes) >= attempt_count]:
+        success_rates[str(attempt_count)] = fmean(
+            pass_at_k(len(group_successes), sum(group_successes), attempt_count) for group_successes in large_groups
+        )
         # Powers of two: enough for a curve, and few enough for a row of metrics.
-        k *= 2
-    return rates
+        attempt_count *= 2
+    return success_rates
 
 
 def lengths(members: Sequence[PlayedEpisode]) -> ReportedLengths:
@@ -99,41 +105,50 @@ def by_environment(
 ) -> dict[str, EnvironmentReport]:
     """By the environment's id. `laid` are the step's passes, `computed` those that were run: one of `epochs` for each
     pass."""
-    return {env: _report([group for group in ready if group.env == env], laid, computed) for env in _ids(ready)}
+    return {
+        environment_id: _report(
+            [group_rows for group_rows in ready if group_rows.env == environment_id], laid, computed
+        )
+        for environment_id in _ids(ready)
+    }
 
 
 def _ids(ready: Sequence[GroupRows]) -> list[str]:
-    return list(dict.fromkeys(group.env for group in ready))
+    return list(dict.fromkeys(group_rows.env for group_rows in ready))
 
 
 def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[Computed]) -> EnvironmentReport:
-    rows = [row for group in own for row in group.rows]
-    members = [member for group in own for member in group.members]
-    episodes_E = torch.tensor(sorted({row.episode_id for row in rows}), dtype=torch.long)
+    member_rows = [member_row for group_rows in own for member_row in group_rows.rows]
+    played_episodes = [played_episode for group_rows in own for played_episode in group_rows.members]
+    episodes_E = torch.tensor(sorted({member_row.episode_id for member_row in member_rows}), dtype=torch.long)
 
     def of(pack: Pack, column_K: Tensor) -> Tensor:
         return column_K[torch.isin(pack.columns["episode"], episodes_E.to(column_K.device))]
 
-    weight = sum(float(pack.columns["weight"].sum()) for pack in laid)
-    outcomes = [outcome for group in own for outcome in group.outcomes]
-    process = [reward for group in own for reward in group.process]
+    weight_sum = sum(float(pack.columns["weight"].sum()) for pack in laid)
+    outcomes = [outcome for group_rows in own for outcome in group_rows.outcomes]
+    process_rewards = [episode_reward for group_rows in own for episode_reward in group_rows.process]
     return EnvironmentReport(
-        episodes=sum(0 if group.skipped else len(group.outcomes) - group.members_stale for group in own),
-        outcome_mean=_mean(outcomes),
-        reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
-        success_mean=_mean([float(success) for group in own for success in group.successes]),
-        pass_at=pass_at(own),
-        limited=_mean([float(member.limited) for member in members]),
-        played=lengths(members),
-        trained=lengths([member for member in members if member.trained]),
-        dropped=lengths([member for member in members if not member.trained]),
-        groups_without_signal=sum(
-            not any(row.has_signal for row in group.rows) for group in own if not group.taken_before
+        episodes=sum(
+            0 if group_rows.skipped else len(group_rows.outcomes) - group_rows.members_stale for group_rows in own
         ),
-        tokens_scored=sum(len(row.place_S) for row in rows),
+        outcome_mean=_mean(outcomes),
+        reward_mean=_mean([outcome + process for outcome, process in zip(outcomes, process_rewards, strict=True)]),
+        success_mean=_mean([float(success) for group_rows in own for success in group_rows.successes]),
+        pass_at=pass_at(own),
+        limited=_mean([float(played_episode.limited) for played_episode in played_episodes]),
+        played=lengths(played_episodes),
+        trained=lengths([played_episode for played_episode in played_episodes if played_episode.trained]),
+        dropped=lengths([played_episode for played_episode in played_episodes if not played_episode.trained]),
+        groups_without_signal=sum(
+            not any(member_row.has_signal for member_row in group_rows.rows)
+            for group_rows in own
+            if not group_rows.taken_before
+        ),
+        tokens_scored=sum(len(member_row.place_S) for member_row in member_rows),
         tokens_computed=sum(len(of(pack, pack.target_K)) for pack, *_ in computed),
-        share=sum(float(of(pack, pack.columns["weight"]).sum()) for pack in laid) / weight if weight else None,
-        lag_mean=_mean_of([row.columns["lag"] for row in rows]),
+        share=sum(float(of(pack, pack.columns["weight"]).sum()) for pack in laid) / weight_sum if weight_sum else None,
+        lag_mean=_mean_of([member_row.columns["lag"] for member_row in member_rows]),
         kl_k1=_mean_of([of(pack, pack.columns["behaviour"] - proximal_K) for pack, proximal_K, _, _ in computed]),
         entropy=_mean_of([of(pack, entropy_K) for pack, _, entropy_K, _ in computed]),
         clip_fraction=_mean_of([of(pack, clipped_K) for pack, _, _, clipped_K in computed]),

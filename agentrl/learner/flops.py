@@ -46,22 +46,25 @@ def use(
     dtype: torch.dtype,
 ) -> Use:
     """Measure a step whose updates made `passes`, each by its module, and begin to measure the memory of the next."""
-    tflops = sum(operations(module_of(pass_), pass_) for pass_ in passes) / max(seconds, 1e-9) / 1e12
-    peak = peak_of(device, dtype)
+    operation_count = sum(operations(module_of(policy_pass), policy_pass) for policy_pass in passes)
+    used_tflops = operation_count / max(seconds, 1e-9) / 1e12
+    peak_tflops = peak_of(device, dtype)
     if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(device) / 2**20
+        peak_memory_mb = torch.cuda.max_memory_allocated(device) / 2**20
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        memory = peak_memory_bytes() / 2**20
-    return Use(tflops=tflops, mfu=tflops / peak if peak else None, peak_memory_mb=memory)
+        peak_memory_mb = peak_memory_bytes() / 2**20
+    return Use(
+        tflops=used_tflops, mfu=used_tflops / peak_tflops if peak_tflops else None, peak_memory_mb=peak_memory_mb
+    )
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """The stated peak of a device in TFLOP/s; None where we know of none."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    device_name = torch.cuda.get_device_name(device)
+    return next((peak_tflops for name_part, peak_tflops in PEAKS.items() if name_part in device_name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,8 @@ class Prices:
     pair: float
 
     def of(self, nodes: int, predictors: int, branches: Iterable[Branch]) -> float:
-        seen = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in branches)
-        return self.node * nodes + self.predictor * predictors + self.pair * seen
+        pair_count = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in branches)
+        return self.node * nodes + self.predictor * predictors + self.pair * pair_count
 
     def stem(self, stem: Stem) -> float:
         """Operations of a stem's nodes: they are one row, and predict nothing."""
@@ -84,32 +87,38 @@ class Prices:
 
 def prices(module: Any) -> Prices:
     """Price a model's operations. Under an adapter, frozen weights have no gradient."""
-    config = module.config.get_text_config()
-    head = module.get_output_embeddings().weight.numel()
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    active = config.num_experts_per_tok / experts if experts else 1.0
-    outer = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
-    body = sum(
-        parameter.numel() * (active if EXPERTS in name else 1.0)
-        for name, parameter in module.named_parameters()
-        if id(parameter) not in outer
+    text_config = module.config.get_text_config()
+    head_parameters = module.get_output_embeddings().weight.numel()
+    expert_count = getattr(text_config, "num_experts", None) or getattr(text_config, "num_local_experts", None)
+    active_share = text_config.num_experts_per_tok / expert_count if expert_count else 1.0
+    outer_parameter_ids = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
+    body_parameters = sum(
+        parameter.numel() * (active_share if EXPERTS in parameter_name else 1.0)
+        for parameter_name, parameter in module.named_parameters()
+        if id(parameter) not in outer_parameter_ids
     )
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention_width = text_config.num_attention_heads * (
+        getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     )
     # A multiplication and an addition each; forward, gradient of the input, and gradient of the weight, which frozen
     # weights do not need.
-    product = 2 * (2 if lora.has_adapter(module) else 3)
-    return Prices(product * body, product * head, 3 * 4 * config.num_hidden_layers * width)
+    operations_per_weight = 2 * (2 if lora.has_adapter(module) else 3)
+    return Prices(
+        operations_per_weight * body_parameters,
+        operations_per_weight * head_parameters,
+        3 * 4 * text_config.num_hidden_layers * attention_width,
+    )
 
 
 def operations(module: Any, pack: Pack) -> float:
     """Floating-point operations of a pass forward and backward, with its share of those of its stem."""
-    price = prices(module)
+    model_prices = prices(module)
     # Distinct nodes and not tokens of rows: what is shared is computed once, and counting it for each row would
     # report a use above the peak.
-    total = price.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
-    return total if pack.stem is None else total - price.stem(pack.stem) * (1 - 1 / pack.stem.passes)
+    total_operations = model_prices.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
+    if pack.stem is None:
+        return total_operations
+    return total_operations - model_prices.stem(pack.stem) * (1 - 1 / pack.stem.passes)
 
 
 def pairs(queries: int, keys: int) -> int:

@@ -45,29 +45,32 @@ class GpuSender:
             self._factory = importlib.import_module(f"{_PACKAGE}.factory").WeightTransferTrainerFactory
             self._backend = importlib.import_module(f"{_PACKAGE}.{sync}_engine")
         except ImportError as error:
-            hint = f"the learner sends with vLLM's own sender, which it cannot load ({error}): install vllm beside it"
-            raise ConfigError("engine.sync", sync, hint) from error
-        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-        if sync == "ipc" and ranks > 1:
-            raise ConfigError("engine.sync", sync, f"a learner of {ranks} ranks sends from one of them: give 'nccl'")
+            correction = f"it sends with vLLM's own sender, which it cannot load ({error}): install vllm beside it"
+            raise ConfigError("engine.sync", sync, correction) from error
+        rank_count = distributed.get_world_size() if distributed.is_initialized() else 1
+        if sync == "ipc" and rank_count > 1:
+            correction = f"a learner of {rank_count} ranks sends from one of them: give 'nccl'"
+            raise ConfigError("engine.sync", sync, correction)
 
     def join(self, client: Client, snapshot: WeightSnapshot, *, world: int, address: str) -> GpuChannel:
         """Connect to engines that have `world` workers in total and reach us at `address`. Every later snapshot has the
         tensors of this one. Raises WeightSyncError."""
         with _named(f"joining {world} workers"), _on(self._device):
             if self._sync == "nccl":
-                port = free_port(address)
-                info = self._backend.NCCLTrainerInitInfo(
-                    rank=0, master_address=address, master_port=port, world_size=1 + world, packed=True
+                master_port = free_port(address)
+                trainer_info = self._backend.NCCLTrainerInitInfo(
+                    rank=0, master_address=address, master_port=master_port, world_size=1 + world, packed=True
                 )
             else:
-                room = max(snapshot.largest_bytes, min(snapshot.size_bytes, _IPC_BUFFER))
-                info = self._backend.IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
-            engine = self._factory.trainer_init(info, client=client, source=snapshot)
+                buffer_bytes = max(snapshot.largest_bytes, min(snapshot.size_bytes, _IPC_BUFFER))
+                trainer_info = self._backend.IPCTrainerInitInfo(
+                    rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes
+                )
+            trainer_engine = self._factory.trainer_init(trainer_info, client=client, source=snapshot)
         # vLLM keeps both for its next call; the client belongs to one join only (`gpu_transport._Calls`), and the
         # snapshot is gigabytes.
-        engine.client = engine.source = None
-        return GpuChannel(engine, self._device)
+        trainer_engine.client = trainer_engine.source = None
+        return GpuChannel(trainer_engine, self._device)
 
 
 class GpuChannel:
@@ -78,13 +81,14 @@ class GpuChannel:
 
     def send(self, client: Client, snapshot: WeightSnapshot) -> None:
         """One update, from its start to its finish. Raises WeightSyncError."""
-        engine = self._engine
-        engine.client, engine.source = client, snapshot
+        trainer_engine = self._engine
+        trainer_engine.client, trainer_engine.source = client, snapshot
         try:
             with _named("sending"), _on(self._device):
-                engine.send_weights()
+                trainer_engine.send_weights()
         finally:
-            engine.client = engine.source = None  # a snapshot may be gigabytes: it lives no longer than its push
+            # A snapshot may be gigabytes: it lives no longer than its push.
+            trainer_engine.client = trainer_engine.source = None
 
     def leave(self) -> None:
         """Break off a call under way on any thread; takes seconds at most."""
@@ -102,6 +106,6 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def _named(doing: str) -> Generator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, OSError, AssertionError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise WeightSyncError(f"vLLM's sender failed at {doing}: {reason}") from error
+    except (RuntimeError, ValueError, OSError, AssertionError) as vllm_error:
+        reason = next(iter(str(vllm_error).splitlines()), type(vllm_error).__name__)
+        raise WeightSyncError(f"vLLM's sender failed at {doing}: {reason}") from vllm_error

@@ -102,11 +102,11 @@ class Learner:
         model that an algorithm or a role names. `progress` is called whenever a part of long work is done: a pass, an
         update, a file; `may_save` before a checkpoint appears, and raises if it must not. `ranks` share the work: the
         worker of this learner is that of rank 0, and the others make their own. Raises ModelError."""
-        order = BuildWorker(settings, model_dir, reference_dir, folder_of)
+        build_order = BuildWorker(settings, model_dir, reference_dir, folder_of)
         # All ranks build at the same time, each from the same order: to load one after the other would take as many
         # times as long, and collectives inside loading would wait for ever.
-        with ranks.building(order):
-            self.worker = order.build(device, ranks, progress)
+        with ranks.building(build_order):
+            self.worker = build_order.build(device, ranks, progress)
         self.algorithms, self.ranks, self.models = distinct(settings.algorithms), ranks, self.worker.models
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.state = LearnerState(self.worker, may_save)
@@ -145,18 +145,19 @@ class Learner:
         does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
         row."""
         self.worker.watch = Stopwatch()
-        ready = self._passes.rows(groups, step_of, undone, max_lag)
-        epochs = self.settings.train.epochs
+        ready_groups = self._passes.rows(groups, step_of, undone, max_lag)
+        epoch_count = self.settings.train.epochs
         # Before the first update: the proximal log-probs, and advantages that need them, are those of the policy at
         # the start of the step, for all minibatches and epochs alike.
-        updates = self._passes.prepared(self._passes.minibatches(ready), self.algorithms, epochs)
-        tally = StepTally(self.algorithms)
-        for _ in range(epochs):
-            for part in updates:
-                if part:
-                    names, loss = self._passes.accumulate(part, tally)
-                    self._optimizer_step(names, loss, tally)
-        return self._ended_step(groups, ready, [pack for part in updates for pack in part], tally)
+        updates = self._passes.prepared(self._passes.minibatches(ready_groups), self.algorithms, epoch_count)
+        step_tally = StepTally(self.algorithms)
+        for _ in range(epoch_count):
+            for update_packs in updates:
+                if update_packs:
+                    trained_names, update_loss = self._passes.accumulate(update_packs, step_tally)
+                    self._optimizer_step(trained_names, update_loss, step_tally)
+        step_packs = [update_pack for update_packs in updates for update_pack in update_packs]
+        return self._ended_step(groups, ready_groups, step_packs, step_tally)
 
     def accumulate(
         self,
@@ -174,33 +175,42 @@ class Learner:
         gradient."""
         self.worker.watch = Stopwatch()
         algorithms = {**self.algorithms, "algo": self.settings.algo if algo is None else algo}
-        ready = self._passes.rows(groups, step_of, undone, max_lag, algo)
-        (part,) = self._passes.prepared([[group_rows for group_rows in ready if not group_rows.skipped]], algorithms)
-        tally = StepTally(algorithms)
+        ready_groups = self._passes.rows(groups, step_of, undone, max_lag, algo)
+        (update_packs,) = self._passes.prepared(
+            [[group_rows for group_rows in ready_groups if not group_rows.skipped]], algorithms
+        )
+        step_tally = StepTally(algorithms)
         self.worker.own_loss = own_loss
         try:
-            names, loss = self._passes.accumulate(part, tally) if part else (set[str](), torch.zeros(()))
+            trained_names, update_loss = set[str](), torch.zeros(())
+            if update_packs:
+                trained_names, update_loss = self._passes.accumulate(update_packs, step_tally)
             # Waits for the device here, inside the `try`: an error of a kernel is raised where its gradients are
             # still dropped.
-            read = float(loss)
+            loss_value = float(update_loss)
         except BaseException:  # between calls there are no gradients of half a batch
             self.models.zero_grad()
             raise
         finally:
             self.worker.own_loss = None
-        return Accumulated(tuple(groups), tuple(ready), tuple(part), tally, frozenset(names), read)
+        return Accumulated(
+            tuple(groups), tuple(ready_groups), tuple(update_packs), step_tally, frozenset(trained_names), loss_value
+        )
 
     def finish_step(self, parts: Sequence[Accumulated]) -> StepReport:
         """The second half: an optimizer step from the gradients of all `parts`, which is counted. Returns and raises as
         `step` does."""
-        tally, names = parts[0].tally, {name for part in parts for name in part.names}
-        for part in parts[1:]:
-            tally.merge(part.tally)
-        if names:
-            self._optimizer_step(names, torch.tensor(sum(part.loss for part in parts), dtype=torch.float64), tally)
-        ready = [rows for part in parts for rows in part.ready]
-        groups = [group for part in parts for group in part.groups]
-        return self._ended_step(groups, ready, [pack for part in parts for pack in part.packs], tally)
+        step_tally = parts[0].tally
+        trained_names = {model_name for accumulated in parts for model_name in accumulated.names}
+        for accumulated in parts[1:]:
+            step_tally.merge(accumulated.tally)
+        if trained_names:
+            total_loss = torch.tensor(sum(accumulated.loss for accumulated in parts), dtype=torch.float64)
+            self._optimizer_step(trained_names, total_loss, step_tally)
+        ready_groups = [group_rows for accumulated in parts for group_rows in accumulated.ready]
+        trained_groups = [trained_group for accumulated in parts for trained_group in accumulated.groups]
+        update_packs = [update_pack for accumulated in parts for update_pack in accumulated.packs]
+        return self._ended_step(trained_groups, ready_groups, update_packs, step_tally)
 
     def retune(self, settings: LearnerSettings) -> None:
         """Go on with the rates and bounds of `settings`, from the next step on. Models, algorithms and batches must be
@@ -211,21 +221,26 @@ class Learner:
         self, groups: Sequence[Group], ready: Sequence[GroupRows], passes: Sequence[Pack], tally: StepTally
     ) -> StepReport:
         """Count a step whose updates are made."""
-        lr, watch, tally = lr_of(self.optimizer), self.worker.watch, tally.on_host()
+        learning_rate, stopwatch, tally = lr_of(self.optimizer), self.worker.watch, tally.on_host()
         # Counted also if nothing was trained: the store knows groups as taken by a step, and two steps of one number
         # could not be told apart at a restart (law 2).
         on_every_rank(self.worker, EndStep())
         self.state.trained.append(
-            tuple(trajectory.episode_id for group in groups for trajectory in group.trajectories if trajectory.scored)
+            tuple(
+                trajectory.episode_id
+                for taken_group in groups
+                for trajectory in taken_group.trajectories
+                if trajectory.scored
+            )
         )
         # Last, when the step is counted and its episodes are noted: whoever catches `Diverged` can still save a
         # checkpoint that agrees with the store.
         self._check_skipped()
-        used = use(
+        device_use = use(
             self.worker.module_of,
             tally.packs,
             self.model.device,
-            seconds=self.ranks.size * sum(watch.seconds.values()),
+            seconds=self.ranks.size * sum(stopwatch.seconds.values()),
             dtype=self.model.dtype,
         )
         return summarise(
@@ -233,26 +248,26 @@ class Learner:
             ready,
             passes,
             tally,
-            lr=lr,
-            use=used,
-            seconds=watch.seconds,
+            lr=learning_rate,
+            use=device_use,
+            seconds=stopwatch.seconds,
             replays=self.settings.routed_experts is not False,
         )
 
     def _optimizer_step(self, names: Collection[str], loss: Tensor, tally: StepTally) -> None:
         """An optimizer step of the named models from the gradients at hand."""
-        ordered = [name for name in self.models.optimizers if name in names]
-        norm = on_every_rank(self.worker, OptimizerStep(ordered, loss))
-        tally.add_update(loss, norm)
+        ordered_names = [model_name for model_name in self.models.optimizers if model_name in names]
+        gradient_norm = on_every_rank(self.worker, OptimizerStep(ordered_names, loss))
+        tally.add_update(loss, gradient_norm)
         # In a row, and not in total: a bad batch comes now and then, while weights that are lost give nothing else.
-        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if gradient_norm is not None else self.skipped_in_a_row + 1
 
     def _check_skipped(self) -> None:
-        most = self.settings.train.max_skipped
-        if self.skipped_in_a_row > most:
+        skipped_limit = self.settings.train.max_skipped
+        if self.skipped_in_a_row > skipped_limit:
             raise Diverged(
                 f"step {self.step_index}: the gradients of {self.skipped_in_a_row} updates in a row were not finite, "
-                f"more than train.max_skipped = {most}, and no weight changed: lower train.lr in a new run"
+                f"more than train.max_skipped = {skipped_limit}, and no weight changed: lower train.lr in a new run"
             )
 
     # --- what outlives the process --------------------------------------------------------------------------------
@@ -260,8 +275,8 @@ class Learner:
     def export(self, path: Path, *, dtype: torch.dtype | None = None, role: str | None = None) -> WeightFile:
         """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it.
         Those of a `role` with its own model, or of all others."""
-        tensors = on_every_rank(self.worker, GatherWeights(dtype, role))
-        return write_weights(tensors, path, dtype=dtype, metadata={"step": str(self.step_index)})
+        weight_tensors = on_every_rank(self.worker, GatherWeights(dtype, role))
+        return write_weights(weight_tensors, path, dtype=dtype, metadata={"step": str(self.step_index)})
 
     def export_adapter(self, folder: Path) -> Path:
         """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""

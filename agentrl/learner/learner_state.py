@@ -33,39 +33,41 @@ class LearnerState:
 
     def save(self, root: Path) -> Path:
         """See `Learner.save`."""
-        last = newest(root)
-        if last is not None and self.checkpoint_step == self._worker.step_index and not self.trained:
-            return last
+        last_checkpoint = newest(root)
+        if last_checkpoint is not None and self.checkpoint_step == self._worker.step_index and not self.trained:
+            return last_checkpoint
         # The draft is made on rank 0 before any order goes out: the others write into it, and a folder that cannot be
         # made should end nothing but this call.
-        draft, ranks = self._draft(root), self._worker.ranks
-        write = partial(self._write, draft, self._state(), None, self._worker.progress)
-        orders = [SaveState(draft, write), *[SaveState(draft)] * (ranks.size - 1)]
-        folder = ranks.run(self._worker, orders)[0]
-        assert folder is not None, "rank 0 writes it"
+        draft_folder, ranks = self._draft(root), self._worker.ranks
+        write_files = partial(self._write, draft_folder, self._state(), None, self._worker.progress)
+        save_orders = [SaveState(draft_folder, write_files), *[SaveState(draft_folder)] * (ranks.size - 1)]
+        checkpoint_folder = ranks.run(self._worker, save_orders)[0]
+        assert checkpoint_folder is not None, "rank 0 writes it"
         self._forget_trained()
-        return folder
+        return checkpoint_folder
 
     def copy(self, root: Path) -> Callable[[Callable[[], None]], Path] | None:
         """See `Learner.copy`."""
         models = self._worker.models
         if checkpoint.size_bytes(self._worker.model.module, models.optimizers, models.own) > free_memory_bytes():
             return None
-        draft = self._draft(root)
-        write = partial(self._write, draft, self._state(), on_every_rank(self._worker, CopyState(draft)))
+        draft_folder = self._draft(root)
+        write_files = partial(
+            self._write, draft_folder, self._state(), on_every_rank(self._worker, CopyState(draft_folder))
+        )
         # With the copy, and not when it is written: the steps that follow collect their own. If the write fails, the
         # run ends and goes on from the checkpoint before, which the store agrees with.
         self._forget_trained()
-        return write
+        return write_files
 
     def load(self, folder: Path) -> CheckpointState:
         """See `Learner.load`."""
         # Before any rank reads a byte, and on rank 0 alone: one damaged file would otherwise end half of the ranks in
         # the middle of loading.
         digests.check(folder, self._worker.progress)
-        state = on_every_rank(self._worker, LoadState(folder))
+        checkpoint_state = on_every_rank(self._worker, LoadState(folder))
         self._forget_trained()
-        return state
+        return checkpoint_state
 
     def _forget_trained(self) -> None:
         self.checkpoint_step, self.trained = self._worker.step_index, []
@@ -75,20 +77,20 @@ class LearnerState:
         return checkpoint.begin(root, self._worker.step_index, shards=over_ranks, may_appear=self._may_save)
 
     def _state(self) -> CheckpointState:
-        step, before = self._worker.step_index, self.checkpoint_step
-        return CheckpointState(step=step, previous_step=before, episodes=tuple(self.trained))
+        step_index, previous_step = self._worker.step_index, self.checkpoint_step
+        return CheckpointState(step=step_index, previous_step=previous_step, episodes=tuple(self.trained))
 
     def _write(
         self, draft: Path, state: CheckpointState, copied: list[tuple[str, Any]] | None, progress: Callable[[], None]
     ) -> Path:
         """Write the files of rank 0, from a copy or from the models, and let the folder appear. `progress` is called
         after each file, also after one of another rank."""
-        models, model, ranks = self._worker.models, self._worker.model, self._worker.ranks
+        models, policy_model, ranks = self._worker.models, self._worker.model, self._worker.ranks
         return checkpoint.save(
             draft,
             state,
-            module=model.module,
-            model_folder=model.folder,
+            module=policy_model.module,
+            model_folder=policy_model.folder,
             optimizers=models.optimizers,
             parts=models.parts(),
             own=models.own,

@@ -89,23 +89,23 @@ class Tracker(TorchDispatchMode):
 
     def add(self, tensors: Iterable[Tensor]) -> int:
         """Count these as well. Returns how many bytes are new."""
-        before = self.now
-        for tensor in _plain(tensors):
-            storage = tensor.untyped_storage()
-            key = storage._cdata  # pyright: ignore[reportPrivateUsage]
-            if key not in self._known:
-                self._count(key, storage, storage.nbytes())
-        return self.now - before
+        bytes_before = self.now
+        for plain_tensor in _plain(tensors):
+            storage = plain_tensor.untyped_storage()
+            storage_key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+            if storage_key not in self._known:
+                self._count(storage_key, storage, storage.nbytes())
+        return self.now - bytes_before
 
     def leave(self, tensors: Iterable[Tensor]) -> int:
         """Count these no longer, however they are used: they are on another device. Returns how many bytes they had."""
-        before = self.now
-        for tensor in _plain(tensors):
-            self.add([tensor])
-            storage = tensor.untyped_storage()
+        bytes_before = self.now
+        for plain_tensor in _plain(tensors):
+            self.add([plain_tensor])
+            storage = plain_tensor.untyped_storage()
             self.now -= storage.nbytes()
             self._known[storage._cdata] = weakref.ref(storage)  # pyright: ignore[reportPrivateUsage]
-        return before - self.now
+        return bytes_before - self.now
 
     def _count(self, key: int, storage: Any, size: int) -> None:
         def gone(_: object) -> None:
@@ -117,31 +117,31 @@ class Tracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
-        self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
+        operation_result = (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
+        self.add(result_leaf for result_leaf in tree_leaves(operation_result) if isinstance(result_leaf, Tensor))
+        return operation_result
 
 
 def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
     """Stand in for torch's grouped matrix products, for any dtype: without numbers torch refuses all but bfloat16."""
-    groups = () if a.ndim != b.ndim else (len(b) if offs is None else len(offs),)
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+    group_dimensions = () if a.ndim != b.ndim else (len(b) if offs is None else len(offs),)
+    return a.new_empty(*group_dimensions, a.shape[-2], b.shape[-1])
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that hold numbers: some stand for others (moments of 8 bits: codes and scales)."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for outer_tensor in tensors:
+        if is_traceable_wrapper_subclass(outer_tensor):
+            yield from _plain(getattr(outer_tensor, inner_name) for inner_name in outer_tensor.__tensor_flatten__()[0])
         else:
-            yield tensor
+            yield outer_tensor
 
 
 def parameters_of(folder: Path) -> int:
     """Number of parameters of the model that a config.json describes, tied ones once. Raises ModelError."""
     with hollow():
-        module: nn.Module = load(folder, ALONE, "sdpa")
-    return sum(parameter.numel() for parameter in module.parameters())
+        hollow_module: nn.Module = load(folder, ALONE, "sdpa")
+    return sum(parameter.numel() for parameter in hollow_module.parameters())
 
 
 def held(
@@ -157,35 +157,38 @@ def held(
         return _held(settings, folder, rows, passes, context, on_gpu=on_gpu)
     # Tensors without numbers refuse what needs one: an `.item()`, a data-dependent shape. The model may well train;
     # only the plan cannot be made.
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as trace_error:
+        reason = next(iter(str(trace_error).splitlines()), type(trace_error).__name__)
+        raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from trace_error
 
 
 def _held(
     settings: LearnerSettings, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool
 ) -> MemoryBudget:
     described = json.loads((folder / "config.json").read_text())
-    depth = described.get("num_hidden_layers")
-    if not isinstance(depth, int) or depth <= max(TRACED):
+    layer_count = described.get("num_hidden_layers")
+    if not isinstance(layer_count, int) or layer_count <= max(TRACED):
         return _traced(settings, folder, rows, passes, context, on_gpu=on_gpu)
-    with tempfile.TemporaryDirectory() as scratch:
-        less, more = (
-            _traced(
-                settings, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, context, on_gpu=on_gpu
-            )
-            for layers in TRACED
+    with tempfile.TemporaryDirectory() as scratch_folder:
+        folders = (_shallow(described, layers, Path(scratch_folder) / str(layers)) for layers in TRACED)
+        smaller_budget, larger_budget = (
+            _traced(settings, shallow_folder, rows, passes, context, on_gpu=on_gpu) for shallow_folder in folders
         )
-    times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
-    sizes = {name: getattr(less, name) for name in MemoryBudget.__slots__}
-    return MemoryBudget(**{name: size + (getattr(more, name) - size) * times for name, size in sizes.items()})
+    layer_pairs = (layer_count - TRACED[0]) / (TRACED[1] - TRACED[0])
+    smaller_sizes = {field_name: getattr(smaller_budget, field_name) for field_name in MemoryBudget.__slots__}
+    return MemoryBudget(
+        **{
+            field_name: smaller_size + (getattr(larger_budget, field_name) - smaller_size) * layer_pairs
+            for field_name, smaller_size in smaller_sizes.items()
+        }
+    )
 
 
 def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
     """Describe a model of only `layers` layers in `folder`, otherwise as in `described`."""
     folder.mkdir()
-    kinds = {"layer_types": described["layer_types"][:layers]} if described.get("layer_types") else {}
-    (folder / "config.json").write_text(json.dumps({**described, "num_hidden_layers": layers, **kinds}))
+    layer_kinds = {"layer_types": described["layer_types"][:layers]} if described.get("layer_types") else {}
+    (folder / "config.json").write_text(json.dumps({**described, "num_hidden_layers": layers, **layer_kinds}))
     return folder
 
 
@@ -199,55 +202,63 @@ def _traced(
         heard: ClassVar[list[int]] = []
 
     if on_gpu:
-        for model in models.language_models():
-            model.layout = Counted
+        for language_model in models.language_models():
+            language_model.layout = Counted
     model_passes, optimizers = ModelPasses(models), list(models.optimizers.values())
-    (pack,) = packs([rows], 1 << 60)
+    (traced_pass,) = packs([rows], 1 << 60)
     prompt_stem = stem(rows, passes)
     if passes > 1 and len(prompt_stem) and models.prompt_once:
-        pack = replace(pack, stem=prompt_stem)
+        traced_pass = replace(traced_pass, stem=prompt_stem)
     tracker = Tracker()
     with tracker:
-        learning, others = models.held()
-        weights, frozen = tracker.add(learning), tracker.add(others)
+        learned_tensors, other_tensors = models.held()
+        weight_bytes, frozen_bytes = tracker.add(learned_tensors), tracker.add(other_tensors)
         # Gradients are there from the first step on, and the peak is one of a later step.
         for parameter in models.learned():
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-        gradients = tracker.now - weights - frozen
+        gradient_bytes = tracker.now - weight_bytes - frozen_bytes
         tracker.add(models.masters())
         # An update before the pass: an optimizer makes its moments in its first step, and the pass of the second step
         # has them beside it.
         _update(optimizers, on_gpu)
-        host = tracker.leave(models.away())
-        static = tracker.now
+        host_bytes = tracker.leave(models.away())
+        static_bytes = tracker.now
         # What loading needed is over by the time of a step.
-        tracker.peak = static
-        activations = lent = along = 0
+        tracker.peak = static_bytes
+        activation_bytes = lent_bytes = path_bytes = 0
         with model_passes.stem():
-            for _ in range(1 if pack.stem is None else 2):  # in the second the sums of the stem's gradients are there
-                model_passes.others(pack)
-                outputs = model_passes.forward(pack, trained=tuple(models.optimizers))
-                activations, lent = tracker.now - static, model_passes.lent_bytes
+            # In the second pass the sums of the stem's gradients are there.
+            for _ in range(1 if traced_pass.stem is None else 2):
+                model_passes.others(traced_pass)
+                pass_outputs = model_passes.forward(traced_pass, trained=tuple(models.optimizers))
+                activation_bytes, lent_bytes = tracker.now - static_bytes, model_passes.lent_bytes
                 if not settings.train.gradient_checkpointing:
-                    along = along or sum(Counted.heard)  # in the first the stem's are among them
-                results = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
-                loss = torch.stack([part.sum() for part in results if part is not None and part.requires_grad]).sum()
-                loss.backward()
-                del outputs, loss, results
+                    path_bytes = path_bytes or sum(Counted.heard)  # in the first the stem's are among them
+                output_parts = (pass_outputs.logprobs_K, pass_outputs.entropy_K, pass_outputs.values_K)
+                differentiable = [part for part in output_parts if part is not None and part.requires_grad]
+                traced_loss = torch.stack([part.sum() for part in differentiable]).sum()
+                traced_loss.backward()
+                del pass_outputs, traced_loss, output_parts, differentiable
         _update(optimizers, on_gpu)
     return MemoryBudget(
-        weights=weights,
-        frozen=frozen,
-        gradients=gradients,
-        optimizer=static - weights - frozen - gradients,
-        host=host,
-        activations=(activations - lent - along) / context + lent + along * _along(pack, context),
-        lent=lent,
-        temporary=tracker.peak - static - activations,
-        operations=operations(models.policy.module, replace(pack, stem=None)),
-        again=0.0 if pack.stem is None else prices(models.policy.module).stem(pack.stem),
+        weights=weight_bytes,
+        frozen=frozen_bytes,
+        gradients=gradient_bytes,
+        optimizer=static_bytes - weight_bytes - frozen_bytes - gradient_bytes,
+        host=host_bytes,
+        activations=(activation_bytes - lent_bytes - path_bytes) / context
+        + lent_bytes
+        + path_bytes * _along(traced_pass, context),
+        lent=lent_bytes,
+        temporary=tracker.peak - static_bytes - activation_bytes,
+        operations=operations(models.policy.module, replace(traced_pass, stem=None)),
+        again=0.0 if traced_pass.stem is None else prices(models.policy.module).stem(traced_pass.stem),
         parameters=sum(parameter.numel() for parameter in models.policy.module.parameters()),
-        experts=sum(part.numel() for name, part in models.policy.module.named_parameters() if EXPERTS in name),
+        experts=sum(
+            parameter.numel()
+            for parameter_name, parameter in models.policy.module.named_parameters()
+            if EXPERTS in parameter_name
+        ),
     )
 
 
@@ -256,10 +267,10 @@ def hollow() -> Generator[None]:
     """Inside, modules are made of tensors without numbers. Torch's own way to convert a module cannot swap these."""
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for part in module.modules() if recurse else (module,):
-            for name, parameter in part._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        for submodule in module.modules() if recurse else (module,):
+            for parameter_name, parameter in submodule._parameters.items():  # pyright: ignore[reportPrivateUsage]
                 if parameter is not None and (converted := function(parameter.detach())).dtype != parameter.dtype:
-                    setattr(part, name, nn.Parameter(converted, parameter.requires_grad))
+                    setattr(submodule, parameter_name, nn.Parameter(converted, parameter.requires_grad))
         return module
 
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(nn.Module, "_apply", convert):
@@ -268,23 +279,25 @@ def hollow() -> Generator[None]:
 
 def _update(optimizers: Sequence[torch.optim.Optimizer], on_gpu: bool) -> None:
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if on_gpu and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
+        for parameter_group in optimizer.param_groups:
+            if on_gpu and parameter_group.get("foreach", False) is None and not parameter_group.get("fused"):
+                parameter_group["foreach"] = True
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its own, which takes longer than all of this
             optimizer.step()
 
 
 def _along(pack: Pack, context: int) -> float:
     """The most that one of `context` ranks has of a pass's keys and values: a run of nodes has a copy of its path."""
-    edges = sorted({0, 0 if pack.stem is None else len(pack.stem), len(pack.token_ids_N)})
-    lengths = [0] * context
-    for span in pairwise(edges):
-        branches = pieces(pack.branches, [span])
-        for rank, share in enumerate(spans(branches, context)):
-            lengths[rank] += sum(len(branch.path) for branch in pieces(branches, share))
-    total = sum(len(branch.path) for span in pairwise(edges) for branch in pieces(pack.branches, [span]))
-    return max(lengths) / total
+    span_edges = sorted({0, 0 if pack.stem is None else len(pack.stem), len(pack.token_ids_N)})
+    rank_lengths = [0] * context
+    for node_span in pairwise(span_edges):
+        branches = pieces(pack.branches, [node_span])
+        for rank, rank_share in enumerate(spans(branches, context)):
+            rank_lengths[rank] += sum(len(branch.path) for branch in pieces(branches, rank_share))
+    total_length = sum(
+        len(branch.path) for node_span in pairwise(span_edges) for branch in pieces(pack.branches, [node_span])
+    )
+    return max(rank_lengths) / total_length
 
 
 class Kernel:
@@ -316,8 +329,8 @@ class Kernel:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output, sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
+        output, row_sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums)
         return output
 
     @staticmethod

@@ -146,8 +146,8 @@ class GatherAdapter:
     """Gather the adapters: see `lora.tensors_of`. Other ranks than 0 return nothing."""
 
     def run(self, worker: RankWorker) -> dict[str, Tensor]:
-        tensors = lora.tensors_of(worker.model.module)
-        return tensors if worker.ranks.rank == 0 else {}
+        adapter_tensors = lora.tensors_of(worker.model.module)
+        return adapter_tensors if worker.ranks.rank == 0 else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,15 @@ class HashWeights:
     """Hash each trained tensor, by name. Other ranks than 0 return nothing."""
 
     def run(self, worker: RankWorker) -> dict[str, str]:
-        tensors = {name: whole(tensor.detach(), name) for name, tensor in worker.models.tensors().items()}
-        return {name: hash_of(tensor) for name, tensor in tensors.items()} if worker.ranks.rank == 0 else {}
+        trained_tensors = {
+            tensor_name: whole(trained_tensor.detach(), tensor_name)
+            for tensor_name, trained_tensor in worker.models.tensors().items()
+        }
+        return (
+            {tensor_name: hash_of(trained_tensor) for tensor_name, trained_tensor in trained_tensors.items()}
+            if worker.ranks.rank == 0
+            else {}
+        )
 
 
 # --- checkpoints
@@ -213,10 +220,10 @@ class CopyState:
 
     def run(self, worker: RankWorker) -> list[tuple[str, Any]]:
         models = worker.models
-        copied = checkpoint.copied(worker.model.module, models.optimizers, models.parts(), models.own)
+        copied_entries = checkpoint.copied(worker.model.module, models.optimizers, models.parts(), models.own)
         if worker.ranks.rank == 0:
-            return copied
-        _begin_files(worker, self.draft, copied)
+            return copied_entries
+        _begin_files(worker, self.draft, copied_entries)
         return []
 
 
@@ -228,15 +235,15 @@ class LoadState:
 
     def run(self, worker: RankWorker) -> CheckpointState:
         worker.model.load_weights(self.folder)
-        for role, model in worker.models.own.items():
-            model.load_weights(of_role(self.folder, role))
-        state = checkpoint.load(self.folder, worker.models.optimizers, worker.models.parts())
-        worker.step_index = state.step
-        return state
+        for role_name, role_model in worker.models.own.items():
+            role_model.load_weights(of_role(self.folder, role_name))
+        checkpoint_state = checkpoint.load(self.folder, worker.models.optimizers, worker.models.parts())
+        worker.step_index = checkpoint_state.step
+        return checkpoint_state
 
 
 def _begin_files(worker: RankWorker, draft: Path, contents: Iterable[tuple[str, Any]]) -> None:
-    for name, part in contents:
-        if name == checkpoint.SHARDS:
-            write = partial(optimizer_state.write, draft / name, worker.ranks.rank, part)
-            worker.ranks.beside(draft.name, write)
+    for entry_name, entry_content in contents:
+        if entry_name == checkpoint.SHARDS:
+            write_shard = partial(optimizer_state.write, draft / entry_name, worker.ranks.rank, entry_content)
+            worker.ranks.beside(draft.name, write_shard)

@@ -80,8 +80,8 @@ class RankWorker:
         return self.models.of(pack.policy).routers
 
     def _on_device(self, one: Pass) -> Pack:
-        without = replace(one.pack, branches=())  # a layout reads these on the host
-        return replace(moved(without, self.model.device), branches=one.pack.branches)
+        pack_without_branches = replace(one.pack, branches=())  # a layout reads these on the host
+        return replace(moved(pack_without_branches, self.model.device), branches=one.pack.branches)
 
     def _sent(self, results: T) -> T:
         """Move results to the CPU for sending. With a single rank, leave them on the device."""
@@ -90,65 +90,72 @@ class RankWorker:
     def _passes(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
         """The passes on this rank's device, grouped by shared prompt; the prompt's own backward pass comes after its
         group. The time goes to `part` of the step."""
-        for _, group in groupby(share, lambda scheduled: (scheduled.pack.policy, scheduled.pack.stem)):
+        for _, prompt_passes in groupby(share, lambda scheduled: (scheduled.pack.policy, scheduled.pack.stem)):
             with self.passes.stem():
-                yield from ((scheduled, self._on_device(scheduled)) for scheduled in group)
+                yield from ((scheduled, self._on_device(scheduled)) for scheduled in prompt_passes)
             self.watch.lap(part)
             self.progress()
 
     def forward(self, share: Sequence[Pass]) -> list[dict[str, Tensor]]:
         """Forward without gradients: the columns of each pass under the current weights."""
-        results: list[dict[str, Tensor]] = []
-        for _, pack in self._passes(share, "proximal"):
+        pass_columns: list[dict[str, Tensor]] = []
+        for _, device_pack in self._passes(share, "proximal"):
             self.progress()
-            results.append(self.passes.columns(pack))
-        return moved(results, "cpu")
+            pass_columns.append(self.passes.columns(device_pack))
+        return moved(pass_columns, "cpu")
 
     @torch.no_grad()
     def forward_routing(self, share: Sequence[Pass]) -> list[Routed]:
         """Forward without gradients: the routers' choices in each pass under the current weights."""
-        results: list[Routed] = []
-        for _, pack in self._passes(share, "forward"):
-            with listening(self.routers_of(pack)) as heard:
-                self.passes.forward(pack, trained=())
-            assert heard is not None, "only passes of mixtures"
-            results.append(routed(heard))
+        routed_passes: list[Routed] = []
+        for _, device_pack in self._passes(share, "forward"):
+            with listening(self.routers_of(device_pack)) as router_record:
+                self.passes.forward(device_pack, trained=())
+            assert router_record is not None, "only passes of mixtures"
+            routed_passes.append(routed(router_record))
             self.progress()
-        return moved(results, "cpu")
+        return moved(routed_passes, "cpu")
 
     def forward_backward(self, share: Sequence[Pass]) -> list[PassResult]:
         """Forward and backward; accumulate gradients."""
-        results: list[PassResult] = []
-        for scheduled, pack in self._passes(share, "backward"):
+        pass_results: list[PassResult] = []
+        for scheduled, device_pack in self._passes(share, "backward"):
             # With the proximal log-probs computed ahead, those of the reference came with them.
-            others = {} if "proximal" in pack.columns else self.passes.others(pack)
-            trained = pack.algo.trained(self.step_index)
-            with listening(self.routers_of(pack)) as heard:
-                outputs = self.passes.forward(pack, trained=trained)
-            tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
+            other_columns = {} if "proximal" in device_pack.columns else self.passes.others(device_pack)
+            trained_names = device_pack.algo.trained(self.step_index)
+            with listening(self.routers_of(device_pack)) as router_record:
+                outputs = self.passes.forward(device_pack, trained=trained_names)
+            token_columns = {"proximal": outputs.logprobs_K.detach(), **device_pack.columns, **other_columns}
             if self.on_pass is not None:
-                self.on_pass(pack, tokens, outputs)
+                self.on_pass(device_pack, token_columns, outputs)
             if self.own_loss is None:
-                loss = pack.algo.loss(tokens, outputs, self.step_index)
+                pass_loss = device_pack.algo.loss(token_columns, outputs, self.step_index)
             else:
-                loss = _own(self.own_loss, tokens, outputs)
-            if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
-                loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
-            results.append(pass_result(tokens, outputs, loss, heard))
+                pass_loss = _own(self.own_loss, token_columns, outputs)
+            if (
+                router_record is not None
+                and device_pack.routes
+                and device_pack.routes.pull_ME is not None
+                and "policy" in trained_names
+            ):
+                pass_loss = replace(pass_loss, total=pass_loss.total + router_record.pulled(device_pack.routes.pull_ME))
+            pass_results.append(pass_result(token_columns, outputs, pass_loss, router_record))
             self.watch.lap("forward")
             self.progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
-            (loss.total * (1 / self.ranks.team if scheduled.counts else 0)).backward()
+            (pass_loss.total * (1 / self.ranks.team if scheduled.counts else 0)).backward()
             self.watch.lap("backward")
             self.progress()
-        return self._sent(results)
+        return self._sent(pass_results)
 
     def optimizer_step(self, names: Sequence[str], loss: Tensor) -> float | None:
         """Update the named models from the gradients accumulated for `loss`: see `Models.optimizer_step`."""
-        norm = self.models.optimizer_step(names, loss=loss, lr_share=lr_share(self.settings.train, self.step_index + 1))
+        gradient_norm = self.models.optimizer_step(
+            names, loss=loss, lr_share=lr_share(self.settings.train, self.step_index + 1)
+        )
         self.watch.lap("optimizer")
         self.progress()
-        return norm
+        return gradient_norm
 
     def take_settings(self, settings: LearnerSettings) -> None:
         """Go on with other rates and bounds."""
@@ -163,8 +170,12 @@ class RankWorker:
 
 def _own(function: OwnLoss, tokens: Mapping[str, Tensor], outputs: Outputs) -> Loss:
     """Call a user's loss function. Raises ConfigError unless it returns a scalar with a gradient."""
-    total = cast("object", function(tokens, outputs))
-    if not isinstance(total, Tensor) or total.ndim or not total.requires_grad:
-        kind = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ConfigError("loss", kind, "give a scalar tensor that depends on outputs.logprobs_K, such as a sum")
-    return Loss(total=total, clipped_K=torch.zeros_like(outputs.logprobs_K, dtype=torch.bool))
+    total_loss = cast("object", function(tokens, outputs))
+    if not isinstance(total_loss, Tensor) or total_loss.ndim or not total_loss.requires_grad:
+        result_kind = (
+            f"a tensor of shape {tuple(total_loss.shape)}"
+            if isinstance(total_loss, Tensor)
+            else type(total_loss).__name__
+        )
+        raise ConfigError("loss", result_kind, "give a scalar tensor that depends on outputs.logprobs_K, such as a sum")
+    return Loss(total=total_loss, clipped_K=torch.zeros_like(outputs.logprobs_K, dtype=torch.bool))

@@ -62,42 +62,44 @@ class StepPasses:
         """The rows of a step's groups; `algo` takes the place of the settings' algorithms."""
         settings = self._settings
         # Cached for the step: the question goes to the lineage, and a step asks it for every span of every turn.
-        abandoned, by_role = cache(undone), settings.algo_by_role if algo is None else dict[str, Algorithm]()
+        is_abandoned = cache(undone)
+        algorithms_by_role = settings.algo_by_role if algo is None else dict[str, Algorithm]()
         return [
             group_rows(
-                group,
-                settings.algo_of(group.task.env) if algo is None else algo,
+                taken_group,
+                settings.algo_of(taken_group.task.env) if algo is None else algo,
                 step_of=step_of,
                 step_now=self._worker.step_index,
                 max_lag=settings.buffer.max_lag if max_lag is None else max_lag,
-                undone=abandoned,
+                undone=is_abandoned,
                 keeps_kv=settings.keeps_kv,
                 quorum=settings.quorum,
-                by_role=by_role,
+                by_role=algorithms_by_role,
                 policies=settings.own_roles,
             )
-            for group in groups
+            for taken_group in groups
         ]
 
     def minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The groups of a step that are not skipped, divided into updates; shuffled if there are several, the same way
         under the same seed."""
-        ready = [group for group in ready if not group.skipped]
-        n = min(self._settings.train.minibatches, max(len(ready), 1))
-        order = list(ready)
-        if n > 1:
+        ready = [ready_group for ready_group in ready if not ready_group.skipped]
+        update_count = min(self._settings.train.minibatches, max(len(ready), 1))
+        shuffled_groups = list(ready)
+        if update_count > 1:
             # By seed and step, and not from a generator that lives on: a run that is resumed at this step divides it
             # in the same way.
-            random.Random(f"{self._settings.seed}/{self._worker.step_index}").shuffle(order)
+            random.Random(f"{self._settings.seed}/{self._worker.step_index}").shuffle(shuffled_groups)
         # Strided, so that the updates differ by one group at most.
-        return [order[index::n] for index in range(n)]
+        return [shuffled_groups[update_index::update_count] for update_index in range(update_count)]
 
     def prepared(
         self, parts: Sequence[Sequence[GroupRows]], algorithms: Mapping[str, Algorithm], epochs: int = 1
     ) -> list[list[Pack]]:
         """The passes of each update, with all that their losses read."""
         updates = [
-            prepared(part, self._worker.routers_of, self._settings.routed_experts) for part in self._packed(parts)
+            prepared(update_packs, self._worker.routers_of, self._settings.routed_experts)
+            for update_packs in self._packed(parts)
         ]
         self._worker.watch.lap("pack")
         updates = self._with_proximal(updates, every=len(updates) * epochs > 1)
@@ -110,11 +112,19 @@ class StepPasses:
         episodes that cannot."""
 
         def computed(rows: Sequence[Row]) -> list[Row]:
-            matter = {id(row): row.episode_id for row in rows if row.algo.matters(row.columns)}
+            moving_rows = {
+                id(member_row): member_row.episode_id
+                for member_row in rows
+                if member_row.algo.matters(member_row.columns)
+            }
             # An algorithm that looks ahead computes values over whole episodes: a row without an advantage of its own
             # is still a part of them.
-            episodes = set(matter.values())
-            return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
+            moving_episodes = set(moving_rows.values())
+            return [
+                member_row
+                for member_row in rows
+                if id(member_row) in moving_rows or (member_row.algo.ahead and member_row.episode_id in moving_episodes)
+            ]
 
         @cache
         def priced(policy: str | None) -> Prices:
@@ -122,61 +132,90 @@ class StepPasses:
 
         def cost(tree: PrefixTree) -> float:
             """Operations of a tree; predicting nodes that rows share count for each row."""
-            predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
+            predictors = sum(len(member_row.place_S) + len(member_row.observed_O) for member_row in tree.rows)
             return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
 
-        budget, size = self._settings.train.tokens_per_batch, self._at_once
-        shared = not any(model.obstacle for model in self._worker.models.policies())
-        computed_rows = [[computed(group) for group in part] for part in weigh(parts)]
+        token_budget, parallel_passes = self._settings.train.tokens_per_batch, self._at_once
+        can_share = not any(policy_model.obstacle for policy_model in self._worker.models.policies())
+        computed_rows = [[computed(rows_of_group) for rows_of_group in update_rows] for update_rows in weigh(parts)]
         return [
-            laid(rows, budget, size, "cpu", cost=cost, shared=shared, stems=self._worker.models.prompt_once)
-            for rows in computed_rows
+            laid(
+                packed_rows,
+                token_budget,
+                parallel_passes,
+                "cpu",
+                cost=cost,
+                shared=can_share,
+                stems=self._worker.models.prompt_once,
+            )
+            for packed_rows in computed_rows
         ]
 
     def _with_proximal(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with the columns of `forward` before the first update: `every` pass, or those whose algorithm
         looks ahead."""
-        selected = [pack for part in updates for pack in part if every or pack.algo.ahead]
-        if not selected:
-            return [list(part) for part in updates]
-        columns = {id(selected[place]): computed for place, computed in self._over_ranks(Forward, selected).items()}
-        return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
+        selected_packs = [
+            update_pack for update_packs in updates for update_pack in update_packs if every or update_pack.algo.ahead
+        ]
+        if not selected_packs:
+            return [list(update_packs) for update_packs in updates]
+        columns_by_pack = {
+            id(selected_packs[pass_index]): pass_columns
+            for pass_index, pass_columns in self._over_ranks(Forward, selected_packs).items()
+        }
+        return [
+            [update_pack.having(columns_by_pack.get(id(update_pack), {})) for update_pack in update_packs]
+            for update_packs in updates
+        ]
 
     def _with_advantages(
         self, updates: Sequence[Sequence[Pack]], algorithms: Mapping[str, Algorithm]
     ) -> list[list[Pack]]:
         """The passes with the advantages that each algorithm computes over all its tokens of a step, by policy."""
-        judged = {id(pack): pack for part in updates for pack in part}
-        for algo, policy in product(distinct(algorithms).values(), (None, *self._settings.own_roles)):
-            laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
-            if not laid:
+        judged_packs = {id(update_pack): update_pack for update_packs in updates for update_pack in update_packs}
+        for algorithm, policy_role in product(distinct(algorithms).values(), (None, *self._settings.own_roles)):
+            algorithm_packs = [
+                update_pack
+                for update_packs in updates
+                for update_pack in update_packs
+                if update_pack.algo == algorithm and update_pack.policy == policy_role
+            ]
+            if not algorithm_packs:
                 continue
-            columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
-            sizes = [len(pack.target_K) for pack in laid]
-            advantages = {name: column.split(sizes) for name, column in algo.advantages(columns).items()}
-            for place, pack in enumerate(laid):
-                judged[id(pack)] = pack.having({name: of[place] for name, of in advantages.items()})
-        return [[judged[id(pack)] for pack in part] for part in updates]
+            step_columns = {
+                column_name: torch.cat([update_pack.columns[column_name] for update_pack in algorithm_packs])
+                for column_name in algorithm_packs[0].columns
+            }
+            pass_sizes = [len(update_pack.target_K) for update_pack in algorithm_packs]
+            advantages = {
+                column_name: step_column.split(pass_sizes)
+                for column_name, step_column in algorithm.advantages(step_columns).items()
+            }
+            for pass_index, update_pack in enumerate(algorithm_packs):
+                judged_packs[id(update_pack)] = update_pack.having(
+                    {column_name: pass_columns[pass_index] for column_name, pass_columns in advantages.items()}
+                )
+        return [[judged_packs[id(update_pack)] for update_pack in update_packs] for update_packs in updates]
 
     def accumulate(self, part: Sequence[Pack], tally: StepTally) -> tuple[set[str], Tensor]:
         """Forward and backward over some passes. Returns the models that they train, and their loss."""
-        worker = self._worker
-        part = pulled(part, worker.routers_of, self._settings.train.balance_weight, self._routing)
-        results = self._over_ranks(ForwardBackward, part)
-        for place, pack in enumerate(part):
-            tally.add_pass(pack, results[place])
-        loss = torch.stack([results[place].loss for place in range(len(part))]).sum()
-        names = {
-            policy_of(pack.policy) if name == "policy" else name
-            for pack in part
-            for name in pack.algo.trained(worker.step_index)
+        rank_worker = self._worker
+        part = pulled(part, rank_worker.routers_of, self._settings.train.balance_weight, self._routing)
+        pass_results = self._over_ranks(ForwardBackward, part)
+        for pass_index, update_pack in enumerate(part):
+            tally.add_pass(update_pack, pass_results[pass_index])
+        update_loss = torch.stack([pass_results[pass_index].loss for pass_index in range(len(part))]).sum()
+        trained_names = {
+            policy_of(update_pack.policy) if model_name == "policy" else model_name
+            for update_pack in part
+            for model_name in update_pack.algo.trained(rank_worker.step_index)
         }
-        return names, loss
+        return trained_names, update_loss
 
     def _routing(self, part: Sequence[Pack]) -> list[Routed]:
         """The routers' choices in these passes, computed without gradients."""
-        results = self._over_ranks(ForwardRouting, part)
-        return [results[place] for place in range(len(part))]
+        routed_passes = self._over_ranks(ForwardRouting, part)
+        return [routed_passes[pass_index] for pass_index in range(len(part))]
 
     @property
     def _at_once(self) -> int:
@@ -188,13 +227,13 @@ class StepPasses:
     ) -> dict[int, T]:
         """Divide passes over the ranks, and have each carry out an `order` for its share. Returns the result of each
         pass, by its place. The ranks of a team get the same share."""
-        shares = divided(part, self._at_once, lambda pack: operations(self._worker.module_of(pack), pack))
-        team = self._ranks.team
-        orders = [order(share) for share in shares for _ in range(team)]
-        results = self._ranks.run(self._worker, orders)[::team]
+        team_shares = divided(part, self._at_once, lambda pack: operations(self._worker.module_of(pack), pack))
+        team_size = self._ranks.team
+        rank_orders = [order(team_share) for team_share in team_shares for _ in range(team_size)]
+        team_results = self._ranks.run(self._worker, rank_orders)[::team_size]
         return {
-            scheduled.at: result
-            for share, of_share in zip(shares, results, strict=True)
-            for scheduled, result in zip(share, of_share, strict=True)
+            scheduled.at: pass_result
+            for team_share, share_results in zip(team_shares, team_results, strict=True)
+            for scheduled, pass_result in zip(team_share, share_results, strict=True)
             if scheduled.counts
         }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm, Loss, Outputs
-from agentrl.algos.importance import Mismatch, gauges
+from agentrl.algos.importance import Gauges, Mismatch, gauges
 from agentrl.algos.kl_penalty import kl_penalty
 from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
 from agentrl.learner.data.batch import GroupRows
@@ -114,9 +114,9 @@ class Stopwatch:
         self._at = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._at
-        self._at = now
+        current_time = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + current_time - self._at
+        self._at = current_time
 
 
 _MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn", "advantage")
@@ -138,20 +138,20 @@ class PassResult:
 
 def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: RouterRecord | None) -> PassResult:
     """The numbers of a pass with these columns, outputs and loss, and the choices of its routers, if it has some."""
-    cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
-    columns = {name: tokens[name] for name in _MEASURED if name in tokens}
+    clipped_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
+    measured_columns = {value_name: tokens[value_name] for value_name in _MEASURED if value_name in tokens}
     # The sign tells a token that became likelier from one that became rarer: the two bounds of a clip say different
     # things about a run.
-    columns["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
-    columns["entropy"] = outputs.entropy_K.detach()
+    measured_columns["clip"] = clipped_K * (1 if log_ratio_K is None else log_ratio_K.sign())
+    measured_columns["entropy"] = outputs.entropy_K.detach()
     if "reference" in tokens:
-        columns["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
+        measured_columns["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
     return PassResult(
         loss=loss.total.detach().double(),
-        tokens=columns,
-        clipped=cut_K,
+        tokens=measured_columns,
+        clipped=clipped_K,
         importance=None if loss.importance_K is None else loss.importance_K.detach(),
-        gauges={name: value.detach().double() for name, value in loss.gauges.items()},
+        gauges={value_name: gauge_value.detach().double() for value_name, gauge_value in loss.gauges.items()},
         gauged=None if loss.gauged is None else loss.gauged.detach().double(),
         routed=routed(heard) if heard and heard.load else None,
     )
@@ -182,24 +182,30 @@ class StepTally:
         if result.importance is not None:
             self.importance.append(result.importance)
         # By equality: entries of a run file that name the same algorithm are one, whichever object a row has.
-        of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
-        for name, value in result.gauges.items():
-            _add(self.gauges, (of, name), value)
+        algorithm_field = next(
+            algorithm_field for algorithm_field, algorithm in self.algorithms.items() if algorithm == pack.algo
+        )
+        for gauge_name, gauge_value in result.gauges.items():
+            _add(self.gauges, (algorithm_field, gauge_name), gauge_value)
         if result.gauged is not None:
-            _add(self.gauged, of, result.gauged)
+            _add(self.gauged, algorithm_field, result.gauged)
 
     def computed(self) -> list[Computed]:
         """The passes as `by_environment` takes them."""
-        seen = zip(self.packs, self.tokens, self.clipped, strict=True)
-        return [(pack, tokens["proximal"], tokens["entropy"], cut_K) for pack, tokens, cut_K in seen]
+        measured_passes = zip(self.packs, self.tokens, self.clipped, strict=True)
+        return [
+            (pack, token_columns["proximal"], token_columns["entropy"], clipped_K)
+            for pack, token_columns, clipped_K in measured_passes
+        ]
 
     def columns(self, n: int | None = None) -> dict[str, Tensor]:
         """Columns that were measured in all of the first `n` passes, or in all passes."""
-        passes = self.tokens[:n]
+        pass_columns = self.tokens[:n]
         # Algorithms of one step may measure different columns; a mean over some of the tokens only would not be
         # comparable with the others in its row.
-        names = [name for name in passes[0] if all(name in by_name for by_name in passes)] if passes else []
-        return {name: torch.cat([by_name[name] for by_name in passes]) for name in names}
+        first_names = list(pass_columns[0]) if pass_columns else []
+        common_names = [name for name in first_names if all(name in columns for columns in pass_columns)]
+        return {name: torch.cat([columns[name] for columns in pass_columns]) for name in common_names}
 
     def add_update(self, loss: Tensor, grad_norm: float | None) -> None:
         """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
@@ -211,28 +217,29 @@ class StepTally:
 
     def merge(self, other: StepTally) -> None:
         """Add the passes of another part of the same update."""
-        for name in ("packs", "tokens", "clipped", "importance", "routed"):
-            getattr(self, name).extend(getattr(other, name))
-        for key, value in other.gauges.items():
-            _add(self.gauges, key, value)
-        for key, value in other.gauged.items():
-            _add(self.gauged, key, value)
+        for list_name in ("packs", "tokens", "clipped", "importance", "routed"):
+            getattr(self, list_name).extend(getattr(other, list_name))
+        for gauge_key, gauge_value in other.gauges.items():
+            _add(self.gauges, gauge_key, gauge_value)
+        for gauge_key, gauge_value in other.gauged.items():
+            _add(self.gauged, gauge_key, gauge_value)
 
     def algorithm_gauges(self) -> dict[str, float]:
         """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
         of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.
         """
-        first = next(iter(self.algorithms))
-        shares = {of: float(value) for of, value in self.gauged.items()}
+        first_field = next(iter(self.algorithms))
+        measured_shares = {algorithm_field: float(gauge_sum) for algorithm_field, gauge_sum in self.gauged.items()}
         return {
-            name if of == first else f"{of}.{name}": float(value) / (shares.get(of) or len(self.losses) + self.skipped)
-            for (of, name), value in self.gauges.items()
+            gauge_name if algorithm_field == first_field else f"{algorithm_field}.{gauge_name}": float(gauge_sum)
+            / (measured_shares.get(algorithm_field) or len(self.losses) + self.skipped)
+            for (algorithm_field, gauge_name), gauge_sum in self.gauges.items()
         }
 
     def on_host(self) -> StepTally:
         """Copy every tensor to host memory, all in one transfer."""
-        names = ("losses", "tokens", "clipped", "importance", "routed", "gauges", "gauged")
-        return replace(self, **moved({name: getattr(self, name) for name in names}, "cpu"))
+        tensor_fields = ("losses", "tokens", "clipped", "importance", "routed", "gauges", "gauged")
+        return replace(self, **moved({field_name: getattr(self, field_name) for field_name in tensor_fields}, "cpu"))
 
 
 def summarise(
@@ -247,39 +254,40 @@ def summarise(
     replays: bool,
 ) -> StepReport:
     """The report of step number `step`. `laid` are the step's passes; `replays`: all tokens should have experts."""
-    groups, skipped = [g for g in ready if not g.taken_before], [g for g in ready if g.skipped]
-    stale = sum((group.stale for group in ready), Counter[int]())
-    rows = [row for group in ready for row in group.rows]
-    lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
-    advantage_S = _advantages(rows, laid)
-    outcomes, process = [x for group in ready for x in group.outcomes], [x for group in ready for x in group.process]
-    rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
-    drift, tokens = None, tally.columns()
-    if tokens:
-        caps = [torch.full_like(pack.columns["weight"], pack.algo.importance_bounds[1]) for pack in tally.packs]
-        cap_K = torch.cat(caps)
-        drift = gauges(tokens["proximal"], tokens["behaviour"], tokens["lag"], tokens["origin"], cap_K)
-    fresh = (mismatch := drift.mismatch if drift else {}).get("fresh")
+    taken_groups = [group for group in ready if not group.taken_before]
+    skipped_groups = [group for group in ready if group.skipped]
+    stale_by_lag = sum((group.stale for group in ready), Counter[int]())
+    stale_members = sum(group.members_stale for group in ready)
+    group_rows = [row for group in ready for row in group.rows]
+    lags = [row.columns["lag"] for row in group_rows]
+    lag_S = torch.cat(lags) if lags else torch.zeros(0, dtype=torch.long)
+    advantage_S = _advantages(group_rows, laid)
+    outcomes = [outcome for group in ready for outcome in group.outcomes]
+    process_rewards = [reward for group in ready for reward in group.process]
+    total_rewards = [outcome + process for outcome, process in zip(outcomes, process_rewards, strict=True)]
+    token_columns = tally.columns()
+    drift_gauges = _drift(token_columns, tally.packs) if token_columns else None
+    fresh_mismatch = (mismatch_by_kind := drift_gauges.mismatch if drift_gauges else {}).get("fresh")
     return StepReport(
         step=step,
         updated=bool(tally.losses),
         skipped_updates=tally.skipped,
-        loss=_mean([float(loss) for loss in tally.losses]),
+        loss=_mean([float(update_loss) for update_loss in tally.losses]),
         grad_norm=_mean(tally.grad_norms),
         lr=lr,
-        group_count=len(groups),
-        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in groups),
-        groups_skipped=len(skipped),
-        episodes=len(outcomes) - sum(group.members_stale for group in ready) - sum(len(g.outcomes) for g in skipped),
+        group_count=len(taken_groups),
+        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in taken_groups),
+        groups_skipped=len(skipped_groups),
+        episodes=len(outcomes) - stale_members - sum(len(group.outcomes) for group in skipped_groups),
         episodes_late=sum(group.late for group in ready),
         episodes_left_out=sum(group.left_out for group in ready),
         episodes_rejected=_rejected(laid),
-        episodes_stale=sum(group.members_stale for group in ready),
+        episodes_stale=stale_members,
         outcome_mean=_mean(outcomes),
-        process_mean=_mean(process),
-        reward_mean=_mean(rewards),
-        reward_min=min(rewards, default=None),
-        reward_max=max(rewards, default=None),
+        process_mean=_mean(process_rewards),
+        reward_mean=_mean(total_rewards),
+        reward_min=min(total_rewards, default=None),
+        reward_max=max(total_rewards, default=None),
         success_mean=_mean([float(success) for group in ready for success in group.successes]),
         **_by_function(ready),
         advantage_mean=_mean(advantage_S.tolist()),
@@ -288,25 +296,25 @@ def summarise(
         tokens_computed=sum(len(pack.target_K) for pack in tally.packs),
         tokens_row=sum(pack.row_tokens for pack in tally.packs),
         tokens_distinct=round(sum(pack.distinct for pack in tally.packs)),
-        turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
-        tokens_stale=stale.total(),
-        tokens_stale_by_lag={str(lag): n for lag, n in sorted(stale.items())},
+        turns_cut=_mean([float(was_cut) for group in ready for was_cut in group.cut]),
+        tokens_stale=stale_by_lag.total(),
+        tokens_stale_by_lag={str(token_lag): token_count for token_lag, token_count in sorted(stale_by_lag.items())},
         lag_mean=_mean(lag_S.tolist()),
         lag_max=int(lag_S.max()) if len(lag_S) else 0,
-        ess=drift.ess if drift else None,
-        kl_k1=drift.kl_k1 if drift else None,
-        kl_k3=drift.kl_k3 if drift else None,
-        truncated=drift.truncated if drift else None,
+        ess=drift_gauges.ess if drift_gauges else None,
+        kl_k1=drift_gauges.kl_k1 if drift_gauges else None,
+        kl_k3=drift_gauges.kl_k3 if drift_gauges else None,
+        truncated=drift_gauges.truncated if drift_gauges else None,
         masked=float((torch.cat(tally.importance) == 0).float().mean()) if tally.importance else None,
         clip_fraction=float(torch.cat(tally.clipped).float().mean()) if tally.clipped else None,
-        mismatch_mean=fresh.mean if fresh else None,
-        mismatch_max=fresh.max if fresh else None,
-        mismatch=mismatch,
-        entropy=float(tokens["entropy"].mean()) if tokens else None,
-        measures=measured(tokens) if tokens else None,
-        by_lag=by_number(tokens, "lag") if tokens else {},
-        by_turn=by_number(tokens, "turn") if tokens else {},
-        ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
+        mismatch_mean=fresh_mismatch.mean if fresh_mismatch else None,
+        mismatch_max=fresh_mismatch.max if fresh_mismatch else None,
+        mismatch=mismatch_by_kind,
+        entropy=float(token_columns["entropy"].mean()) if token_columns else None,
+        measures=measured(token_columns) if token_columns else None,
+        by_lag=by_number(token_columns, "lag") if token_columns else {},
+        by_turn=by_number(token_columns, "turn") if token_columns else {},
+        ratios=ratios_by_level(tally.columns(len(laid))) if token_columns else {},
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
         routing=summary(tally.packs, tally.routed, replays=replays),
         use=use,
@@ -316,19 +324,31 @@ def summarise(
     )
 
 
+def _drift(columns: Mapping[str, Tensor], packs: Sequence[Pack]) -> Gauges:
+    """Measure how far the sampling and the proximal policy of the tokens of `packs` are apart."""
+    caps = [torch.full_like(pack.columns["weight"], pack.algo.importance_bounds[1]) for pack in packs]
+    return gauges(columns["proximal"], columns["behaviour"], columns["lag"], columns["origin"], torch.cat(caps))
+
+
 def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
     """Advantages of all scored tokens of an algorithm that knows them before the passes, else of the tokens of its
     passes."""
-    early = [row for row in rows if "advantage" in row.columns]
-    late = [pack for pack in laid if "advantage" in pack.columns and all(row.algo != pack.algo for row in early)]
-    columns = [each.columns["advantage"] for each in (*early, *late)]
-    return torch.cat([column.cpu() for column in columns]) if columns else torch.zeros(0)
+    early_rows = [early_row for early_row in rows if "advantage" in early_row.columns]
+    late_packs = [
+        late_pack
+        for late_pack in laid
+        if "advantage" in late_pack.columns and all(early_row.algo != late_pack.algo for early_row in early_rows)
+    ]
+    advantage_columns = [row_or_pack.columns["advantage"] for row_or_pack in (*early_rows, *late_packs)]
+    return torch.cat([advantage_K.cpu() for advantage_K in advantage_columns]) if advantage_columns else torch.zeros(0)
 
 
 def _rejected(laid: Sequence[Pack]) -> int:
     """How many episodes the algorithm left out of the loss: those with a sequence that is not kept."""
-    episodes = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
-    return len(torch.unique(torch.cat(episodes))) if episodes else 0
+    rejected_episodes = [
+        step_pass.columns["episode"][~step_pass.columns["kept"]] for step_pass in laid if "kept" in step_pass.columns
+    ]
+    return len(torch.unique(torch.cat(rejected_episodes))) if rejected_episodes else 0
 
 
 class _ByFunction(TypedDict):
@@ -341,12 +361,21 @@ class _ByFunction(TypedDict):
 
 def _by_function(ready: Sequence[GroupRows]) -> _ByFunction:
     """Summarise each reward function's scores of the episodes that it judged."""
-    names = dict.fromkeys(name for group in ready for name in group.scores)
-    judged = {name: [score for group in ready for score in group.scores.get(name, ())] for name in names}
+    function_names = dict.fromkeys(function_name for group_rows in ready for function_name in group_rows.scores)
+    scores_by_function = {
+        function_name: [
+            function_score for group_rows in ready for function_score in group_rows.scores.get(function_name, ())
+        ]
+        for function_name in function_names
+    }
     return _ByFunction(
-        reward_functions={name: fmean(scores) for name, scores in judged.items()},
-        reward_functions_judged={name: len(scores) for name, scores in judged.items()},
-        reward_functions_late=dict(sum((Counter(group.scores_late) for group in ready), Counter[str]())),
+        reward_functions={
+            function_name: fmean(function_scores) for function_name, function_scores in scores_by_function.items()
+        },
+        reward_functions_judged={
+            function_name: len(function_scores) for function_name, function_scores in scores_by_function.items()
+        },
+        reward_functions_late=dict(sum((Counter(group_rows.scores_late) for group_rows in ready), Counter[str]())),
     )
 
 

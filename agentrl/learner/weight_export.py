@@ -57,14 +57,21 @@ def held(module: Any) -> dict[str, Tensor]:
     """The tensors of a transformers model under its own names, not copied; an adapter is merged into them, and
     masters stand for what is rounded from them. A tied one
     (`lm_head.weight` of a model with tied embeddings) is there once, under its source's name."""
-    tied = set(module.all_tied_weights_keys)
-    state = lora.merged(module) | masters(module)
-    return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
+    tied_names = set(module.all_tied_weights_keys)
+    model_state = lora.merged(module) | masters(module)
+    return {
+        tensor_name: model_tensor.detach()
+        for tensor_name, model_tensor in model_state.items()
+        if tensor_name not in tied_names
+    }
 
 
 def checkpoint_names(module: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` as the model's checkpoint format names and divides it."""
-    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(module, state).items()}
+    return {
+        tensor_name: model_tensor.contiguous()
+        for tensor_name, model_tensor in revert_weight_conversion(module, state).items()
+    }
 
 
 def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -73,8 +80,10 @@ def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[st
 
     Every rank of a sharded model takes part, rank 0 gets them."""
     return {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() and tensor.dim() > 1 else None)
-        for name, tensor in checkpoint_names(module, gathered(held(module))).items()
+        tensor_name: model_tensor.to(
+            "cpu", dtype if model_tensor.is_floating_point() and model_tensor.dim() > 1 else None
+        )
+        for tensor_name, model_tensor in checkpoint_names(module, gathered(held(module))).items()
     }
 
 
@@ -95,32 +104,36 @@ def write_weights(
     """Write what `checkpoint_tensors` returned to `path`: the whole file or none, a reader never sees half of one.
     Raises RunFailed if its folder has no room for them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+    check_room(path.parent, sum(weight_tensor.nbytes for weight_tensor in tensors.values()))
     # Beside its name, since a rename is atomic within one file system only: shared memory and the temporary folder
     # are two.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(dict(tensors), draft, metadata={"format": "pt", **(metadata or {})})
-        with draft.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = draft.stat().st_size
-        draft.replace(path)
+        save_file(dict(tensors), draft_path, metadata={"format": "pt", **(metadata or {})})
+        with draft_path.open("rb") as draft_file:
+            file_digest = hashlib.file_digest(draft_file, "sha256").hexdigest()
+        size_bytes = draft_path.stat().st_size
+        draft_path.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        draft_path.unlink(missing_ok=True)
     # From the tensors in memory and not from the file: they are the learner's word, against which the file is judged
     # too (`canary._wrong_in_file`).
-    marks = fingerprint.of_tensors({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()})
-    return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size, fingerprints=marks)
+    fingerprints = fingerprint.of_tensors(
+        {tensor_name: weight_tensor.to(dtype or weight_tensor.dtype) for tensor_name, weight_tensor in tensors.items()}
+    )
+    return WeightFile(
+        path=path, sha256=file_digest, names=tuple(sorted(tensors)), size_bytes=size_bytes, fingerprints=fingerprints
+    )
 
 
 def check_room(folder: Path, size_bytes: int) -> None:
     """Raises RunFailed if so many bytes do not fit. Called before a write: shared memory that overflows kills a writer
     that maps it."""
-    free = shutil.disk_usage(folder).free
-    if free < size_bytes:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < size_bytes:
         raise RunFailed(
-            f"{folder} has {free >> 20} MiB left, and the weights take {-(-size_bytes >> 20)}: free some, or name a "
-            "folder with more room in scratch_dir"
+            f"{folder} has {free_bytes >> 20} MiB left, and the weights take {-(-size_bytes >> 20)}: free some, or "
+            "name a folder with more room in scratch_dir"
         )
 
 
@@ -139,18 +152,23 @@ _MASK = (1 << 32) - 1
 def hash_of(tensor: Tensor) -> str:
     """Eight hexadecimal digits. Every value is multiplied by an odd number of its place, so that one changed bit always
     shows, and so do two values that changed places."""
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(_WORDS[flat.element_size()])
-    factors = _factors(flat.device)
-    full_count = len(words) - len(words) % _ROW
-    slabs = [*words[:full_count].view(-1, _ROW).split(_ROWS.get(flat.device.type, 128)), words[full_count:][None]]
+    flat_tensor = tensor.detach().contiguous().view(-1)
+    tensor_words = flat_tensor.view(_WORDS[flat_tensor.element_size()])
+    odd_factors = _factors(flat_tensor.device)
+    full_count = len(tensor_words) - len(tensor_words) % _ROW
+    word_slabs = [
+        *tensor_words[:full_count].view(-1, _ROW).split(_ROWS.get(flat_tensor.device.type, 128)),
+        tensor_words[full_count:][None],
+    ]
     # Integers: their sum is the same in any order, which no sum of floats is on a GPU. The product may overflow;
     # modulo 2^32 it is still a bijection, since the factor is odd.
-    sums = [(slab.int() * factors[: slab.shape[1]]).sum(1, dtype=torch.int64) for slab in slabs]
-    digest = len(words)
-    for part in torch.cat(sums).tolist():
-        digest = (digest * _ODD + part) & _MASK
-    return f"{digest:08x}"
+    row_sums = [
+        (word_slab.int() * odd_factors[: word_slab.shape[1]]).sum(1, dtype=torch.int64) for word_slab in word_slabs
+    ]
+    tensor_hash = len(tensor_words)
+    for row_sum in torch.cat(row_sums).tolist():
+        tensor_hash = (tensor_hash * _ODD + row_sum) & _MASK
+    return f"{tensor_hash:08x}"
 
 
 @cache
@@ -197,11 +215,14 @@ class WeightSnapshot:
 
     def metadata(self) -> list[Described]:
         """The tensors of a pass, in its order."""
-        return [Described(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in self._tensors.items()]
+        return [
+            Described(name=tensor_name, dtype=weight_tensor.dtype, shape=tuple(weight_tensor.shape))
+            for tensor_name, weight_tensor in self._tensors.items()
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors.items():
-            yield name, tensor.to(self.device)
+        for tensor_name, weight_tensor in self._tensors.items():
+            yield tensor_name, weight_tensor.to(self.device)
 
     def fingerprints(self) -> dict[str, str]:
         """See `agentrl.engine.weight_sync.fingerprints`."""
@@ -209,12 +230,12 @@ class WeightSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(weight_tensor.nbytes for weight_tensor in self._tensors.values())
 
     @property
     def largest_bytes(self) -> int:
         """The size of its largest tensor."""
-        return max((tensor.nbytes for tensor in self._tensors.values()), default=0)
+        return max((weight_tensor.nbytes for weight_tensor in self._tensors.values()), default=0)
 
 
 @torch.no_grad()
@@ -224,20 +245,22 @@ def take(module: Any, dtype: torch.dtype) -> WeightSnapshot | None:
     If the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and only rank 0 gets
     the snapshot: all weights in host memory, since one GPU may be too small for them. A model that is not sharded is
     copied on its device: in bfloat16 that takes an eighth of the memory of weights, gradients and Adam."""
-    state = held(module)
-    sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
-    keeps = not sharded or distributed.get_rank() == 0
-    device = next(iter(state.values())).device
+    model_state = held(module)
+    is_sharded = any(isinstance(model_tensor, DTensor) for model_tensor in model_state.values())
+    keeps_weights = not is_sharded or distributed.get_rank() == 0
+    device = next(iter(model_state.values())).device
     weights: dict[str, Tensor] = {}
-    for name, tensor in state.items():
+    for tensor_name, model_tensor in model_state.items():
         # Always a copy of what is not sharded: without one, a weight that has the dtype already would be the live
         # tensor, and the next step would change what is being sent.
-        cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
-        full = gather(cast, name)
-        if keeps:
-            weights[name] = full.to("cpu", copy=True) if sharded else full
-    _settle(device, sharded)
-    return WeightSnapshot(checkpoint_names(module, weights), device) if keeps else None
+        cast_tensor = model_tensor.to(
+            dtype if model_tensor.is_floating_point() else model_tensor.dtype, copy=not is_sharded
+        )
+        whole_tensor = gather(cast_tensor, tensor_name)
+        if keeps_weights:
+            weights[tensor_name] = whole_tensor.to("cpu", copy=True) if is_sharded else whole_tensor
+    _settle(device, is_sharded)
+    return WeightSnapshot(checkpoint_names(module, weights), device) if keeps_weights else None
 
 
 def _settle(device: torch.device, sharded: bool) -> None:

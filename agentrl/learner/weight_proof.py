@@ -32,16 +32,18 @@ def proof_of(
     """The proof of the weights that engines hold in `dtype`: those of a `role` with a model of its own, or of all
     others; with those of the `adapted` roles over them. `as_adapter`: the adapter is sent by itself, not merged."""
     # No longer than an engine's context: it would refuse the probe, and the refusal would look like a broken engine.
-    tokens = probe_tokens(learner.models.of(role).vocab, min(PROBE, most_tokens))
-    merged = train.lora_rank > 0 and not as_adapter
-    rounded = dtype == "float32" or not (merged or train.compile)  # else weights are no layer's own, or fused
-    probe_dtype: torch.dtype = getattr(torch, dtype) if rounded else torch.float32
+    probe_token_ids = probe_tokens(learner.models.of(role).vocab, min(PROBE, most_tokens))
+    is_merged = train.lora_rank > 0 and not as_adapter
+    rounds_weights = dtype == "float32" or not (is_merged or train.compile)  # else weights are no layer's own, or fused
+    probe_dtype: torch.dtype = getattr(torch, dtype) if rounds_weights else torch.float32
     return Canary(
         version=version,
-        token_ids=tokens,
-        logprobs=learner.score(tokens, probe_dtype, role=role),
+        token_ids=probe_token_ids,
+        logprobs=learner.score(probe_token_ids, probe_dtype, role=role),
         dtype=dtype,
-        rounded=rounded,
+        rounded=rounds_weights,
         fingerprints=fingerprints,
-        by_role={role: learner.score(tokens, probe_dtype, role=role) for role in adapted},
+        by_role={
+            adapted_role: learner.score(probe_token_ids, probe_dtype, role=adapted_role) for adapted_role in adapted
+        },
     )

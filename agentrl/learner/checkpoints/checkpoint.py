@@ -91,17 +91,19 @@ def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None]
     ranks are to write into it. Its name is that of no other one. Calls `may_appear` first: see `save`. Raises RunFailed
     if the step already has a checkpoint, which would be another lineage's."""
     may_appear()
-    folder = root / name_of(step)
-    if folder.exists():
-        raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
+    final_folder = root / name_of(step)
+    if final_folder.exists():
+        raise RunFailed(
+            f"checkpoint {str(final_folder)!r} exists already: resume from the newest one, or use a new folder"
+        )
     root.mkdir(parents=True, exist_ok=True)
     # What a kill left. This process has no other draft under way, as the caller promises; a learner that was replaced
     # may still write, and then fails at its next file, which is right.
-    for draft in root.glob(".draft-*"):
-        shutil.rmtree(draft, ignore_errors=True)  # a learner that another has replaced may write into its own, still
-    draft = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
-    (draft / SHARDS if shards else draft).mkdir(parents=True)
-    return draft
+    for draft_folder in root.glob(".draft-*"):
+        shutil.rmtree(draft_folder, ignore_errors=True)  # a learner that was replaced may still write into its own
+    draft_folder = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
+    (draft_folder / SHARDS if shards else draft_folder).mkdir(parents=True)
+    return draft_folder
 
 
 # Why a checkpoint appears by one rename, and why so much is synced before it.
@@ -150,19 +152,19 @@ def save(
     every file; `may_appear` before the first one and right before the rename, and raises if the folder is no longer
     this process's to write. Raises RunFailed if what another rank wrote is not there."""
     may_appear()
-    root, folder = draft.parent, draft.parent / name_of(state.step)
+    checkpoints_root, final_folder = draft.parent, draft.parent / name_of(state.step)
     entries = contents(module, optimizers, parts, own) if entries is None else entries
     try:
         copy_description(model_folder, draft)
-        for role, model in own.items():
-            of_role(draft, role).mkdir(parents=True)
-            copy_description(model.folder, of_role(draft, role))
+        for role_name, role_model in own.items():
+            of_role(draft, role_name).mkdir(parents=True)
+            copy_description(role_model.folder, of_role(draft, role_name))
         progress()
-        for name, content in entries:
-            if name == SHARDS:
-                optimizer_state.write(draft / SHARDS, 0, content, progress)
+        for entry_name, entry_content in entries:
+            if entry_name == SHARDS:
+                optimizer_state.write(draft / SHARDS, 0, entry_content, progress)
             else:
-                _write(draft / name, content, module, parts.get(name))
+                _write(draft / entry_name, entry_content, module, parts.get(entry_name))
             progress()
         # Before `state.json`: a folder with that file is a complete checkpoint to every reader.
         settle()
@@ -170,19 +172,19 @@ def save(
         folders.write_state(draft, asdict(state))
         # The digests are of all other files, so they come last. What is synced next includes them, and the folders.
         digests.write(draft, progress)
-        for file in draft.rglob("*"):
-            _sync(file)
+        for draft_file in draft.rglob("*"):
+            _sync(draft_file)
             progress()
         _sync(draft)
     except Exception:
         may_appear()  # if it must not, another process has removed the draft
         raise
     may_appear()
-    draft.rename(folder)
-    _sync(root)
-    for old in complete(root)[:-keep]:
-        _discard(old)
-    return folder
+    draft.rename(final_folder)
+    _sync(checkpoints_root)
+    for old_checkpoint in complete(checkpoints_root)[:-keep]:
+        _discard(old_checkpoint)
+    return final_folder
 
 
 def _write(path: Path, state: Any, module: Any, part: CheckpointPart | None) -> None:
@@ -193,7 +195,9 @@ def _write(path: Path, state: Any, module: Any, part: CheckpointPart | None) -> 
         lora.write(module, state, path)
     elif part is not None:
         path.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in state.items()}, path / part.file)
+        save_file(
+            {tensor_name: part_tensor.contiguous() for tensor_name, part_tensor in state.items()}, path / part.file
+        )
     else:
         torch.save(state, path)
 
@@ -208,19 +212,27 @@ def contents(
     the iterator reaches it: every rank goes through all of them, and rank 0 has them, but of SHARDS each rank its
     own."""
     yield WEIGHTS, checkpoint_tensors(module)
-    for role, model in own.items():
-        yield str(of_role(Path(), role) / WEIGHTS), checkpoint_tensors(model.module)
+    for role_name, role_model in own.items():
+        yield str(of_role(Path(), role_name) / WEIGHTS), checkpoint_tensors(role_model.module)
     if lora.has_adapter(module):
         yield ADAPTER, lora.tensors_of(module)
-    for name, part in parts.items():
-        yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
+    for part_name, checkpoint_part in parts.items():
+        part_tensors = {name: part_tensor.detach() for name, part_tensor in checkpoint_part.tensors().items()}
+        yield part_name, gathered(part_tensors)
     # Saved although no pass draws, since what is random in training is switched off: a user's own loss may draw, and
     # a resumed run repeats what an uninterrupted one does.
-    rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    states, apart = optimizer_state.divided(optimizers)
-    yield OPTIMIZER, {"optimizers": states, "rng": rng} | ({"shards": list(apart)} if apart else {})
-    if apart is not None:
-        yield SHARDS, optimizer_state.shards(apart)
+    random_states = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    whole_states, sharded_states = optimizer_state.divided(optimizers)
+    yield (
+        OPTIMIZER,
+        {"optimizers": whole_states, "rng": random_states}
+        | ({"shards": list(sharded_states)} if sharded_states else {}),
+    )
+    if sharded_states is not None:
+        yield SHARDS, optimizer_state.shards(sharded_states)
 
 
 def copied(
@@ -231,53 +243,67 @@ def copied(
 ) -> list[tuple[str, Any]]:
     """`contents` in host memory, where no later step changes them. Numbers that were gathered, or came from a GPU, are
     copies already."""
-    modules = [module, *(model.module for model in own.values())]
-    live: list[Any] = [
-        *(master_weights.state(module) for module in modules),
-        *(dict(part.tensors()) for part in parts.values()),
+    model_modules = [module, *(role_model.module for role_model in own.values())]
+    live_states: list[Any] = [
+        *(master_weights.state(model_module) for model_module in model_modules),
+        *(dict(checkpoint_part.tensors()) for checkpoint_part in parts.values()),
     ]
-    live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+    live_states += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
     # By address and not by name: `contents` gathers, merges and casts, and only its tensors that still share memory
     # with live ones have to be copied. To copy all would take the memory twice.
-    places = {local(tensor).untyped_storage().data_ptr() for tensor in _tensors(live)}
-    return [(name, _kept(content, places)) for name, content in contents(module, optimizers, parts, own)]
+    live_addresses = {local(live_tensor).untyped_storage().data_ptr() for live_tensor in _tensors(live_states)}
+    return [
+        (entry_name, _kept(entry_content, live_addresses))
+        for entry_name, entry_content in contents(module, optimizers, parts, own)
+    ]
 
 
 def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
     """About what `copied` takes, on all ranks of the machine: weights whole, and what optimizers remember."""
-    weights = [*(master_weights.state(each) for each in (module, *(model.module for model in own.values())))]
+    master_states = [
+        *(
+            master_weights.state(model_module)
+            for model_module in (module, *(role_model.module for role_model in own.values()))
+        )
+    ]
     return sum(
-        tensor.nbytes
-        for tensor in _tensors([weights, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]])
+        state_tensor.nbytes
+        for state_tensor in _tensors(
+            [master_states, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]]
+        )
     )
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, and the parts of those that consist of several."""
     if isinstance(nested, Tensor):
-        names = _parts_of(nested)
-        yield from (getattr(nested, name) for name in names) if names else [nested]
+        inner_names = _parts_of(nested)
+        yield from (getattr(nested, inner_name) for inner_name in inner_names) if inner_names else [nested]
     elif isinstance(nested, Mapping):
-        for item in cast("Mapping[Any, Any]", nested).values():
-            yield from _tensors(item)
+        for nested_item in cast("Mapping[Any, Any]", nested).values():
+            yield from _tensors(nested_item)
     elif isinstance(nested, list | tuple):
-        for item in cast("Sequence[Any]", nested):
-            yield from _tensors(item)
+        for nested_item in cast("Sequence[Any]", nested):
+            yield from _tensors(nested_item)
 
 
 def _kept(entry: Any, places: Set[int]) -> Any:
     """Return an entry in host memory: a tensor is copied if its storage begins at one of the addresses `places`."""
     if isinstance(entry, Tensor):
-        if names := _parts_of(entry):  # of several, such as codes and scales
-            inner = {name: _kept(getattr(entry, name), places) for name in names}
-            flat = cast("Any", entry)
-            return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], entry.size(), entry.stride())
+        if inner_names := _parts_of(entry):  # of several, such as codes and scales
+            inner_tensors = {inner_name: _kept(getattr(entry, inner_name), places) for inner_name in inner_names}
+            wrapper_tensor = cast("Any", entry)
+            return wrapper_tensor.__tensor_unflatten__(
+                inner_tensors, wrapper_tensor.__tensor_flatten__()[1], entry.size(), entry.stride()
+            )
         return entry.to("cpu", copy=entry.untyped_storage().data_ptr() in places)
     if isinstance(entry, dict):
-        return {key: _kept(item, places) for key, item in cast("dict[Any, Any]", entry).items()}
+        return {
+            entry_key: _kept(inner_entry, places) for entry_key, inner_entry in cast("dict[Any, Any]", entry).items()
+        }
     if isinstance(entry, list | tuple):
-        items = [_kept(item, places) for item in cast("Sequence[Any]", entry)]
-        return items if isinstance(entry, list) else tuple(items)
+        kept_entries = [_kept(inner_entry, places) for inner_entry in cast("Sequence[Any]", entry)]
+        return kept_entries if isinstance(entry, list) else tuple(kept_entries)
     return entry
 
 
@@ -289,9 +315,11 @@ def _parts_of(tensor: Tensor) -> list[str]:
 
 def read_state(folder: Path) -> CheckpointState:
     """Read the record of its training from a checkpoint. Raises FormatError if another version wrote it."""
-    state = folders.read_state(folder)
+    state_record = folders.read_state(folder)
     return CheckpointState(
-        step=state["step"], previous_step=state["previous_step"], episodes=tuple(map(tuple, state["episodes"]))
+        step=state_record["step"],
+        previous_step=state_record["previous_step"],
+        episodes=tuple(map(tuple, state_record["episodes"])),
     )
 
 
@@ -330,15 +358,15 @@ def _check_shared(folder: Path, ranks: range) -> None:
 def _discard(folder: Path) -> None:
     """Remove a checkpoint; it loses its name before its first file is deleted."""
     # The name is that of a draft, so a kill in the middle leaves a folder that the next `begin` removes.
-    grave = folder.with_name(f".draft-{folder.name}")
-    folder.rename(grave)
-    shutil.rmtree(grave)
+    doomed_folder = folder.with_name(f".draft-{folder.name}")
+    folder.rename(doomed_folder)
+    shutil.rmtree(doomed_folder)
 
 
 def _sync(path: Path) -> None:
     """Make a file's content, or a folder's entries, durable."""
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

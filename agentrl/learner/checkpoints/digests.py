@@ -26,8 +26,10 @@ _compared: dict[Path, frozenset[tuple[str, int, int, int]]] = {}
 
 def write(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
     """Write the digests of all files of `folder`, whose contents are complete. `progress` is called every few MB."""
-    lines = [f"{_digest(folder / name, progress)}  {name}\n" for name in sorted(_files(folder) - {DIGESTS})]
-    (folder / DIGESTS).write_text("".join(lines))
+    digest_lines = [
+        f"{_digest(folder / file_name, progress)}  {file_name}\n" for file_name in sorted(_files(folder) - {DIGESTS})
+    ]
+    (folder / DIGESTS).write_text("".join(digest_lines))
 
 
 def fault(folder: Path, progress: Callable[[], None] = lambda: None) -> str | None:
@@ -37,68 +39,68 @@ def fault(folder: Path, progress: Callable[[], None] = lambda: None) -> str | No
     A checkpoint without digests is named and not refused: another program may have written it. So are files that came
     to it later: most are somebody's notes, but a chat template among them would change every prompt."""
     try:
-        listed = dict(_listed((folder / DIGESTS).read_text()))
+        digest_by_name = dict(_listed((folder / DIGESTS).read_text()))
     except FileNotFoundError:
         if (folder / STATE).is_file():
-            case = f"{DIGESTS} is missing: nobody can tell whether files of the checkpoint changed"
-            notices.note("checkpoints", case, place=str(folder))
+            notice_text = f"{DIGESTS} is missing: nobody can tell whether files of the checkpoint changed"
+            notices.note("checkpoints", notice_text, place=str(folder))
         return None
-    except (OSError, ValueError) as error:
-        return f"{DIGESTS} cannot be read ({error})"
+    except (OSError, ValueError) as read_error:
+        return f"{DIGESTS} cannot be read ({read_error})"
     try:
-        seen = frozenset(_stamp(folder, name) for name in (DIGESTS, *listed))
-    except FileNotFoundError as error:
+        file_stamps = frozenset(_stamp(folder, file_name) for file_name in (DIGESTS, *digest_by_name))
+    except FileNotFoundError as read_error:
         # A learner that tidies may remove the whole folder while it is read here: then there is nothing to be
         # damaged.
-        return f"{Path(error.filename).relative_to(folder)} is missing" if folder.is_dir() else None
+        return f"{Path(read_error.filename).relative_to(folder)} is missing" if folder.is_dir() else None
     # Size, time and inode of all files: bytes that rot in place under an unchanged stamp are not seen again by this
     # process, but a folder of 100 GB is not read for every evaluation either.
-    if _compared.get(folder) == seen:
+    if _compared.get(folder) == file_stamps:
         return None
-    for name, digest in listed.items():
+    for file_name, listed_digest in digest_by_name.items():
         try:
-            if _digest(folder / name, progress) != digest:
-                return f"{name} does not hold the bytes that were written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})" if folder.is_dir() else None
-    for name in sorted(_files(folder) - {DIGESTS, *listed}):
-        notices.note("checkpoints", "a file was not written with the checkpoint", place=str(folder / name))
-    _compared[folder] = seen
+            if _digest(folder / file_name, progress) != listed_digest:
+                return f"{file_name} does not hold the bytes that were written"
+        except OSError as read_error:
+            return f"{file_name} cannot be read ({read_error.strerror})" if folder.is_dir() else None
+    for file_name in sorted(_files(folder) - {DIGESTS, *digest_by_name}):
+        notices.note("checkpoints", "a file was not written with the checkpoint", place=str(folder / file_name))
+    _compared[folder] = file_stamps
     return None
 
 
 def check(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
     """Raise ModelError if a file of a checkpoint does not hold the bytes that were written."""
     if (reason := fault(folder, progress)) is not None:
-        hint = "put a copy of the file in its place, or move the folder away to use the checkpoint before it"
-        raise ModelError(f"checkpoint {str(folder)!r} is damaged: {reason}: {hint}")
+        correction = "put a copy of the file in its place, or move the folder away to use the checkpoint before it"
+        raise ModelError(f"checkpoint {str(folder)!r} is damaged: {reason}: {correction}")
 
 
 def _listed(text: str) -> Iterator[tuple[str, str]]:
     """The files of a list, with their digests. Raises ValueError for a list that was cut off or is none."""
     if not text.endswith("\n"):
         raise ValueError("it is cut off")
-    for line in text.splitlines():
-        digest, space, name = line.partition("  ")
-        if not space or len(digest) != 64 or not name:
-            raise ValueError(f"{line[:80]!r} is no digest and name of a file")
-        yield name, digest
+    for digest_line in text.splitlines():
+        file_digest, separator, file_name = digest_line.partition("  ")
+        if not separator or len(file_digest) != 64 or not file_name:
+            raise ValueError(f"{digest_line[:80]!r} is no digest and name of a file")
+        yield file_name, file_digest
 
 
 def _files(folder: Path) -> set[str]:
     """The files of a folder and of those in it, by their path."""
-    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    return {file_path.relative_to(folder).as_posix() for file_path in folder.rglob("*") if file_path.is_file()}
 
 
 def _stamp(folder: Path, name: str) -> tuple[str, int, int, int]:
-    status = (folder / name).stat()
-    return name, status.st_size, status.st_mtime_ns, status.st_ino
+    file_status = (folder / name).stat()
+    return name, file_status.st_size, file_status.st_mtime_ns, file_status.st_ino
 
 
 def _digest(file: Path, progress: Callable[[], None]) -> str:
-    summed, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
-    with file.open("rb", buffering=0) as opened:
-        while size := opened.readinto(piece):
-            summed.update(piece[:size])
+    running_digest, piece_buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with file.open("rb", buffering=0) as opened_file:
+        while piece_size := opened_file.readinto(piece_buffer):
+            running_digest.update(piece_buffer[:piece_size])
             progress()
-    return summed.hexdigest()
+    return running_digest.hexdigest()

@@ -34,10 +34,10 @@ def write_state(folder: Path, state: Mapping[str, object]) -> None:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Read STATE. Raises FormatError if the checkpoint has another format, OSError or ValueError if it is damaged."""
-    state: dict[str, Any] = json.loads((folder / STATE).read_text())
-    if state.get("format", 0) != FORMAT:
-        raise FormatError(folder, "checkpoint format", state.get("format", 0), FORMAT)
-    return state
+    state_record: dict[str, Any] = json.loads((folder / STATE).read_text())
+    if state_record.get("format", 0) != FORMAT:
+        raise FormatError(folder, "checkpoint format", state_record.get("format", 0), FORMAT)
+    return state_record
 
 
 def name_of(step: int) -> str:
@@ -61,7 +61,12 @@ def complete(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted(
-        (each for each in root.iterdir() if _NAME.fullmatch(each.name) and (each / STATE).is_file()), key=step_of
+        (
+            checkpoint
+            for checkpoint in root.iterdir()
+            if _NAME.fullmatch(checkpoint.name) and (checkpoint / STATE).is_file()
+        ),
+        key=step_of,
     )
 
 
@@ -69,8 +74,15 @@ def named(root: Path) -> list[Path]:
     """The folders under `root` that were written as checkpoints, oldest first, also those that lost their STATE."""
     if not root.is_dir():
         return []
-    written = (each for each in root.iterdir() if _NAME.fullmatch(each.name))
-    return sorted((each for each in written if (each / STATE).is_file() or (each / DIGESTS).is_file()), key=step_of)
+    named_folders = (checkpoint for checkpoint in root.iterdir() if _NAME.fullmatch(checkpoint.name))
+    return sorted(
+        (
+            checkpoint
+            for checkpoint in named_folders
+            if (checkpoint / STATE).is_file() or (checkpoint / DIGESTS).is_file()
+        ),
+        key=step_of,
+    )
 
 
 def newest_written(root: Path) -> Path | None:

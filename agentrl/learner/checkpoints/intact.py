@@ -21,26 +21,28 @@ def newest_intact(root: Path, progress: Callable[[], None] = lambda: None) -> tu
     """The newest intact checkpoint under `root` (None if it has no checkpoint), and one line about the damaged ones
     that are newer and were renamed, empty if there are none. Raises RunFailed if all are damaged: to begin again from
     the initial weights is a person's decision."""
-    faults = dict[Path, str]()
-    intact: Path | None = None
-    for folder in reversed(named(root)):
-        reason = _fault(folder, progress)
+    fault_by_folder = dict[Path, str]()
+    intact_folder: Path | None = None
+    for checkpoint_folder in reversed(named(root)):
+        reason = _fault(checkpoint_folder, progress)
         if reason is None:
-            intact = folder
+            intact_folder = checkpoint_folder
             break
-        faults[folder] = reason
-    if not faults:
-        return intact, ""
-    if intact is None:
-        folder, reason = next(iter(faults.items()))
-        others = "" if len(faults) == 1 else f" and {len(faults) - 1} older ones, which are damaged too,"
-        hint = f"move {folder}{others} away to begin again from the initial weights, or put a copy of the file back"
-        raise RunFailed(f"{folder}/{reason}: {hint}; no intact checkpoint is before it")
-    renamed = [
-        f"checkpoint {folder.name} is damaged ({reason}) and is called {_set_aside(folder).name} now"
-        for folder, reason in faults.items()
+        fault_by_folder[checkpoint_folder] = reason
+    if not fault_by_folder:
+        return intact_folder, ""
+    if intact_folder is None:
+        checkpoint_folder, reason = next(iter(fault_by_folder.items()))
+        other_count = len(fault_by_folder) - 1
+        others = f" and {other_count} older ones, which are damaged too," if other_count else ""
+        away = f"move {checkpoint_folder}{others} away to begin again from the initial weights"
+        correction = f"{away}, or put a copy of the file back"
+        raise RunFailed(f"{checkpoint_folder}/{reason}: {correction}; no intact checkpoint is before it")
+    renaming_lines = [
+        f"checkpoint {damaged.name} is damaged ({reason}) and is called {_set_aside(damaged).name} now"
+        for damaged, reason in fault_by_folder.items()
     ]
-    return intact, f"{'; '.join(renamed)}; the run goes on from {intact.name}"
+    return intact_folder, f"{'; '.join(renaming_lines)}; the run goes on from {intact_folder.name}"
 
 
 def _fault(folder: Path, progress: Callable[[], None]) -> str | None:
@@ -56,6 +58,10 @@ def _fault(folder: Path, progress: Callable[[], None]) -> str | None:
 
 def _set_aside(folder: Path) -> Path:
     """Rename a checkpoint, so that no reader takes it for one."""
-    names = (f"{_ASIDE}{folder.name}{f'-{number}' if number else ''}" for number in range(1_000_000))
-    aside = next(path for name in names if not (path := folder.with_name(name)).exists())
-    return folder.rename(aside)
+    aside_names = (
+        f"{_ASIDE}{folder.name}{f'-{copy_number}' if copy_number else ''}" for copy_number in range(1_000_000)
+    )
+    free_path = next(
+        aside_path for aside_name in aside_names if not (aside_path := folder.with_name(aside_name)).exists()
+    )
+    return folder.rename(free_path)
