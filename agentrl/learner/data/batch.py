@@ -121,93 +121,97 @@ def group_rows(
             return Origin.UNDONE
         # The last place, before this span, from which keys and values were computed anew. From there on they are of
         # one version unless a later span under kept ones says otherwise.
-        began = [
-            earlier
-            for earlier in turn.spans
-            if earlier.start <= span.start and (earlier.recomputed or earlier.start == 0)
+        computed_from = [
+            earlier_span
+            for earlier_span in turn.spans
+            if earlier_span.start <= span.start and (earlier_span.recomputed or earlier_span.start == 0)
         ][-1]
-        return Origin.MIXED_KV if keeps_kv and span.version != began.version else Origin.PLAIN
+        return Origin.MIXED_KV if keeps_kv and span.version != computed_from.version else Origin.PLAIN
 
-    record = group.record
+    group_record = group.record
     # Law 3 begins here: a member that infrastructure failed has no rows and judges nobody. A baseline with its reward
     # of 0 in it would punish its siblings for an engine that died.
-    trained = [member for member in group.trajectories if member.scored]
-    counted = trained + [member for member in group.left_out if member.scored]
-    rows: list[Row] = []
-    stale: Counter[int] = Counter()
+    trained_members = [member for member in group.trajectories if member.scored]
+    counted_members = trained_members + [member for member in group.left_out if member.scored]
+    kept_rows: list[Row] = []
+    stale_by_lag: Counter[int] = Counter()
 
     def algo_of(role: str) -> Algorithm:
         return by_role.get(role, algo)
 
-    for trajectory, prepared in zip(group.trajectories, turn_columns(group, algo_of, quorum), strict=True):
+    for trajectory, columns_by_role in zip(group.trajectories, turn_columns(group, algo_of, quorum), strict=True):
         if trajectory.scored:
-            for row in rows_of(trajectory, algo_of, policies, prepared, lag_of, origin_of):
-                fresh = drop_tokens_beyond_lag(row, max_lag, stale)
-                if fresh is not None:
-                    rows.append(fresh)
+            for built_row in rows_of(trajectory, algo_of, policies, columns_by_role, lag_of, origin_of):
+                fresh_row = drop_tokens_beyond_lag(built_row, max_lag, stale_by_lag)
+                if fresh_row is not None:
+                    kept_rows.append(fresh_row)
     for member in group.left_out:
         # Tokens of members that the store left out for their age were sampled and dropped. Law 5 wants them counted,
         # or a run that loses its long episodes would look healthy.
         if member.scored and not group.skipped:
-            for span in (span for turn in member.turns if turn.learns for span in turn.spans):
-                stale[lag_of(span.version)] += span.end - span.start
+            for version_span in (version_span for turn in member.turns if turn.learns for version_span in turn.spans):
+                stale_by_lag[lag_of(version_span.version)] += version_span.end - version_span.start
     return GroupRows(
         group_id=group.id,
         env=group.task.env,
-        rows=tuple(rows),
-        outcomes=tuple(member.outcome or 0.0 for member in counted),
-        process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in counted),
-        successes=tuple(member.success for member in counted if member.success is not None),
-        left_out=len(group.trajectories) + len(group.left_out) - len(counted),
-        stale=stale,
-        members_stale=0 if group.skipped else len(counted) - len(trained),
-        late=0 if record is None else sum(member.member not in record for member in trained),
+        rows=tuple(kept_rows),
+        outcomes=tuple(member.outcome or 0.0 for member in counted_members),
+        process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in counted_members),
+        successes=tuple(member.success for member in counted_members if member.success is not None),
+        left_out=len(group.trajectories) + len(group.left_out) - len(counted_members),
+        stale=stale_by_lag,
+        members_stale=0 if group.skipped else len(counted_members) - len(trained_members),
+        late=0 if group_record is None else sum(member.member not in group_record for member in trained_members),
         taken_before=group.state is GroupState.EXPIRED or (group.taken_step or math.inf) <= step_now,
-        cut=tuple(turn.finish == "length" for member in counted for turn in member.turns if turn.learns),
-        members=_played(group, rows),
+        cut=tuple(turn.finish == "length" for member in counted_members for turn in member.turns if turn.learns),
+        members=_played(group, kept_rows),
         skipped=group.skipped,
         weight=group.weight,
-        scores=_scores(counted),
-        scores_late=_scores_late(counted),
+        scores=_scores(counted_members),
+        scores_late=_scores_late(counted_members),
     )
 
 
 def _scores(counted: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
     """By reward function: its sum over the turns of each episode that it scored. Only numbers count."""
-    by_function: defaultdict[str, list[float]] = defaultdict(list)
+    sums_by_function: defaultdict[str, list[float]] = defaultdict(list)
     for member in counted:
-        sums: defaultdict[str, float] = defaultdict(float)
+        episode_sums: defaultdict[str, float] = defaultdict(float)
         for turn in member.turns:
             # `info` is the environment's own dictionary: anything may stand there, and a report must not end a step.
-            scores: object = None if turn.step is None else turn.step.info.get("scores")
-            for name, value in cast("Mapping[str, object]", scores).items() if isinstance(scores, Mapping) else ():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    sums[name] += value
-        for name, value in sums.items():
-            by_function[name].append(value)
-    return {name: tuple(values) for name, values in sorted(by_function.items())}
+            turn_scores: object = None if turn.step is None else turn.step.info.get("scores")
+            for function_name, function_score in (
+                cast("Mapping[str, object]", turn_scores).items() if isinstance(turn_scores, Mapping) else ()
+            ):
+                if isinstance(function_score, int | float) and math.isfinite(function_score):
+                    episode_sums[function_name] += function_score
+        for function_name, function_score in episode_sums.items():
+            sums_by_function[function_name].append(function_score)
+    return {function_name: tuple(episode_scores) for function_name, episode_scores in sorted(sums_by_function.items())}
 
 
 def _scores_late(counted: Sequence[Trajectory]) -> dict[str, int]:
     """By reward function: how many answers it had not judged in time."""
-    late = Counter[str]()
+    late_counts = Counter[str]()
     for turn in (turn for member in counted for turn in member.turns):
-        names: object = None if turn.step is None else turn.step.info.get("scores_late")
-        if isinstance(names, list):
-            late.update(name for name in cast("list[object]", names) if isinstance(name, str))
-    return dict(sorted(late.items()))
+        late_names: object = None if turn.step is None else turn.step.info.get("scores_late")
+        if isinstance(late_names, list):
+            late_counts.update(
+                function_name for function_name in cast("list[object]", late_names) if isinstance(function_name, str)
+            )
+    return dict(sorted(late_counts.items()))
 
 
 def _played(group: Group, rows: Sequence[Row]) -> tuple[PlayedEpisode, ...]:
-    trained = Counter[int]()
-    for row in rows:
-        trained[row.episode_id] += len(row.place_S)
+    trained_tokens = Counter[int]()
+    for member_row in rows:
+        trained_tokens[member_row.episode_id] += len(member_row.place_S)
     return tuple(
         PlayedEpisode(
             env=group.task.env,
             turns=len(learning_turns := [turn for turn in member.turns if turn.learns]),
             tokens=sum(len(turn.token_ids) for turn in learning_turns),
-            trained=trained[member.episode_id],
+            trained=trained_tokens[member.episode_id],
             scored=member.scored,
             limited=member.stop_reason in _LIMITS,
             reward=(member.outcome or 0.0) + sum(turn.reward for turn in learning_turns),

@@ -58,7 +58,7 @@ def drop_tokens_beyond_lag(row: Row, max_lag: int, stale: Counter[int]) -> Row |
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
         observed_O=row.observed_O[torch.isin(answered_O, turn_S[keep_S])],
-        columns={name: column[keep_S] for name, column in row.columns.items()},
-        ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
+        columns={column_name: row_column[keep_S] for column_name, row_column in row.columns.items()},
+        ragged={column_name: row_column.only(keep_S) for column_name, row_column in row.ragged.items()},
         chosen=None if row.chosen is None else row.chosen[: int(place_S[-1]) + 1],
     )

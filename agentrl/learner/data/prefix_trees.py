@@ -126,8 +126,8 @@ class Pack:
     @property
     def distinct(self) -> float:
         """Nodes that it computes, with its share of those of its stem."""
-        size = len(self.token_ids_N)
-        return size if self.stem is None else size - len(self.stem) * (1 - 1 / self.stem.passes)
+        node_count = len(self.token_ids_N)
+        return node_count if self.stem is None else node_count - len(self.stem) * (1 - 1 / self.stem.passes)
 
     def having(self, columns: Mapping[str, Tensor]) -> Pack:
         """The pack with these columns, [K, ...] each."""
@@ -136,21 +136,27 @@ class Pack:
 
 def build_tree(rows: Sequence[Row]) -> PrefixTree:
     """The prefix tree of `rows`. Its nodes are in preorder: a node's descendants follow it, side by side."""
-    ids = [torch.tensor(row.token_ids) for row in rows]
-    token_ids: list[Tensor] = []
+    row_token_ids = [torch.tensor(row.token_ids) for row in rows]
+    node_token_ids: list[Tensor] = []
     branches: list[Branch] = []
-    paths = ids[:]  # each is replaced
-    size, last = 0, -1
-    for now in _order(rows):
-        shared = _shared(ids[last], ids[now]) if branches else 0
-        new = len(ids[now]) - shared
-        paths[now] = torch.cat([paths[last][:shared], torch.arange(size, size + new)])
-        token_ids.append(ids[now][shared:])
-        if new:
-            branches.append(Branch(size, size + new, paths[now]))
-        size, last = size + new, now
-    depth = [number for branch in branches for number in range(len(branch.path))[branch.start - branch.stop :]]
-    return PrefixTree(tuple(torch.cat(token_ids).tolist()), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
+    row_paths = row_token_ids[:]  # each is replaced
+    node_count, previous_index = 0, -1
+    for row_index in _order(rows):
+        shared_count = _shared(row_token_ids[previous_index], row_token_ids[row_index]) if branches else 0
+        new_count = len(row_token_ids[row_index]) - shared_count
+        row_paths[row_index] = torch.cat(
+            [row_paths[previous_index][:shared_count], torch.arange(node_count, node_count + new_count)]
+        )
+        node_token_ids.append(row_token_ids[row_index][shared_count:])
+        if new_count:
+            branches.append(Branch(node_count, node_count + new_count, row_paths[row_index]))
+        node_count, previous_index = node_count + new_count, row_index
+    node_depths = [
+        path_index for branch in branches for path_index in range(len(branch.path))[branch.start - branch.stop :]
+    ]
+    return PrefixTree(
+        tuple(torch.cat(node_token_ids).tolist()), tuple(node_depths), tuple(branches), tuple(rows), tuple(row_paths)
+    )
 
 
 def _order(rows: Sequence[Row]) -> list[int]:
@@ -161,50 +167,51 @@ def _order(rows: Sequence[Row]) -> list[int]:
 
 def _shared(one: Tensor, other: Tensor) -> int:
     """The length of the longest common prefix."""
-    length = min(len(one), len(other))
-    return int((one[:length] == other[:length]).long().cumprod(0).sum())
+    common_length = min(len(one), len(other))
+    return int((one[:common_length] == other[:common_length]).long().cumprod(0).sum())
 
 
 def chains(rows: Sequence[Row]) -> list[PrefixTree]:
     """A tree of each row; rows that are its beginning lie in it. None has a second branch."""
-    runs: list[list[int]] = []
-    for index in _order(rows):
-        ids, longest = rows[index].token_ids, rows[runs[-1][0]].token_ids if runs else ()
-        if runs and longest[: len(ids)] == ids:
-            runs[-1].append(index)
+    row_chains: list[list[int]] = []
+    for row_index in _order(rows):
+        token_ids, longest_ids = rows[row_index].token_ids, rows[row_chains[-1][0]].token_ids if row_chains else ()
+        if row_chains and longest_ids[: len(token_ids)] == token_ids:
+            row_chains[-1].append(row_index)
         else:
-            runs.append([index])
-    return [build_tree([rows[index] for index in part]) for part in sorted(map(sorted, runs))]
+            row_chains.append([row_index])
+    return [build_tree([rows[row_index] for row_index in chain_rows]) for chain_rows in sorted(map(sorted, row_chains))]
 
 
 def forest(rows: Sequence[Row], budget: int) -> list[PrefixTree]:
     """One tree, or several of at most `budget` nodes if one would be larger. Rows stay with their neighbours in the
     order of their tokens, divided so that the trees have the fewest nodes together, then so that they are fewest. A
     longer row has a tree of its own."""
-    order = _order(rows)
-    ids = [torch.tensor(rows[index].token_ids) for index in order]
-    shared = [0, *map(_shared, ids, ids[1:])]  # of a row and the one before it
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the first rows: nodes, trees, where their last tree begins
-    for stop in range(1, len(ids) + 1):
-        size, options = 0, list[tuple[int, int, int]]()
+    row_order = _order(rows)
+    row_token_ids = [torch.tensor(rows[row_index].token_ids) for row_index in row_order]
+    shared = [0, *map(_shared, row_token_ids, row_token_ids[1:])]  # of a row and the one before it
+    # Of the first rows: nodes, trees, where their last tree begins.
+    best_divisions: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for stop_row in range(1, len(row_token_ids) + 1):
+        tree_size, divisions = 0, list[tuple[int, int, int]]()
         # Dynamic programming over neighbours: the best division of the first rows is known when the next one comes.
         # To fill passes greedily would cut where the budget ends, in the middle of a long shared beginning.
-        for start in reversed(range(stop)):  # a tree of the rows from start to stop
-            size += len(ids[start]) - (shared[start + 1] if start + 1 < stop else 0)
+        for start_row in reversed(range(stop_row)):  # a tree of the rows from start to stop
+            tree_size += len(row_token_ids[start_row]) - (shared[start_row + 1] if start_row + 1 < stop_row else 0)
             # At least one option: a single row longer than the budget gets a pass of its own. To cut it would change
             # the log-probs of its tokens.
-            if size > budget and options:
+            if tree_size > budget and divisions:
                 break
-            options.append((best[start][0] + size, best[start][1] + 1, start))
+            divisions.append((best_divisions[start_row][0] + tree_size, best_divisions[start_row][1] + 1, start_row))
         # Tuples compare by nodes first, then by trees, then by place, so ties are broken alike on every machine.
-        best.append(min(options))
-    parts: list[list[int]] = []
-    stop = len(ids)
-    while stop:
-        start = best[stop][2]
-        parts.append(sorted(order[start:stop]))
-        stop = start
-    return [build_tree([rows[index] for index in part]) for part in sorted(parts)]
+        best_divisions.append(min(divisions))
+    divided_rows: list[list[int]] = []
+    stop_row = len(row_token_ids)
+    while stop_row:
+        start_row = best_divisions[stop_row][2]
+        divided_rows.append(sorted(row_order[start_row:stop_row]))
+        stop_row = start_row
+    return [build_tree([rows[row_index] for row_index in tree_rows]) for tree_rows in sorted(divided_rows)]
 
 
 def packs(
@@ -218,119 +225,141 @@ def packs(
     """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
     each policy, and of each algorithm, have passes of their own. If nothing is `shared`, each row
     is a tree. With `stems`, groups that are divided have them where that pays."""
-    return [pack for kind_groups in kinds(groups) for pack in _packs(kind_groups, budget, device, shared, stems)]
+    return [
+        kind_pack for kind_groups in kinds(groups) for kind_pack in _packs(kind_groups, budget, device, shared, stems)
+    ]
 
 
 def kinds(groups: Sequence[Sequence[Row]]) -> list[list[list[Row]]]:
     """The rows of each group by their policy and algorithm."""
-    distinct: list[tuple[str | None, Algorithm]] = []
-    for row in (row for rows in groups for row in rows):
-        if (row.policy, row.algo) not in distinct:
-            distinct.append((row.policy, row.algo))
-    return [[[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in distinct]
+    distinct_kinds: list[tuple[str | None, Algorithm]] = []
+    for group_row in (group_row for group_rows in groups for group_row in group_rows):
+        if (group_row.policy, group_row.algo) not in distinct_kinds:
+            distinct_kinds.append((group_row.policy, group_row.algo))
+    return [
+        [
+            [group_row for group_row in group_rows if (group_row.policy, group_row.algo) == distinct_kind]
+            for group_rows in groups
+        ]
+        for distinct_kind in distinct_kinds
+    ]
 
 
 def _packs(
     groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool, stems: bool
 ) -> list[Pack]:
-    filled: list[list[PrefixTree]] = [[]]
-    room = budget
-    apart: list[Pack] = []
-    for rows in filter(None, groups):
-        trees = forest(rows, budget) if shared else chains(rows)
-        if stems and shared and (stem_packs := grown(trees, device)):
-            apart += stem_packs
+    filled_passes: list[list[PrefixTree]] = [[]]
+    free_nodes = budget
+    packs_with_stem: list[Pack] = []
+    for group_rows in filter(None, groups):
+        prefix_trees = forest(group_rows, budget) if shared else chains(group_rows)
+        if stems and shared and (stem_packs := grown(prefix_trees, device)):
+            packs_with_stem += stem_packs
             continue
-        for tree in trees:
-            size = len(tree.token_ids_N)
-            if size > room and filled[-1]:
-                filled.append([])
-                room = budget
-            filled[-1].append(tree)
-            room -= size
-    return [_pack(trees, device) for trees in filled if trees] + apart
+        for prefix_tree in prefix_trees:
+            tree_size = len(prefix_tree.token_ids_N)
+            if tree_size > free_nodes and filled_passes[-1]:
+                filled_passes.append([])
+                free_nodes = budget
+            filled_passes[-1].append(prefix_tree)
+            free_nodes -= tree_size
+    return [_pack(prefix_trees, device) for prefix_trees in filled_passes if prefix_trees] + packs_with_stem
 
 
 def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
     """The passes of a group that was divided into these trees, if to compute their stem once saves the nodes that it
     must; else none. Of several `ranks` each computes the stem, and some of the passes. Of a mixture a node of the stem
     has the experts of the group's first row that has any recorded, in every pass."""
-    rows = [row for tree in trees for row in tree.rows]
-    shared_stem = stem(rows, len(trees))
-    sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
-    without = sum(sizes) / ranks
-    rounds = sizes[::ranks]  # the most that a rank computes in each
+    group_rows = [group_row for tree in trees for group_row in tree.rows]
+    shared_stem = stem(group_rows, len(trees))
+    tree_sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
+    nodes_without_stem = sum(tree_sizes) / ranks
+    round_sizes = tree_sizes[::ranks]  # the most that a rank computes in each
     # Each rank computes the stem once, so with many ranks and few passes there is little to save; the graph of a stem
     # is kept in memory meanwhile, which must be paid for.
-    if len(shared_stem) + sum(rounds) - len(rounds) * len(shared_stem) > (1 - _SAVED) * without:
+    if len(shared_stem) + sum(round_sizes) - len(round_sizes) * len(shared_stem) > (1 - _SAVED) * nodes_without_stem:
         return []
-    size = len(shared_stem)
-    prefix_experts = [None if row.chosen is None else row.chosen[:size] for row in rows]
-    prompt = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in prefix_experts], size)
-    if prompt.chosen_NLK is not None:
+    stem_size = len(shared_stem)
+    prefix_experts = [None if group_row.chosen is None else group_row.chosen[:stem_size] for group_row in group_rows]
+    stem_routes = routes.joined(
+        [(torch.arange(stem_size), stem_size, own_SLK) for own_SLK in prefix_experts], stem_size
+    )
+    if stem_routes.chosen_NLK is not None:
         shared_stem = replace(
-            shared_stem, experts=blake2b(prompt.chosen_NLK.numpy().tobytes(), digest_size=16).digest()
+            shared_stem, experts=blake2b(stem_routes.chosen_NLK.numpy().tobytes(), digest_size=16).digest()
         )
-    passes = [replace(_pack([tree], device, prompt.chosen_NLK), stem=shared_stem) for tree in trees]
-    first = passes[0].routes
-    assert first is not None, "every pass has"
-    return [replace(passes[0], routes=replace(first, differing=first.differing + prompt.differing)), *passes[1:]]
+    stem_passes = [replace(_pack([tree], device, stem_routes.chosen_NLK), stem=shared_stem) for tree in trees]
+    first_routes = stem_passes[0].routes
+    assert first_routes is not None, "every pass has"
+    return [
+        replace(stem_passes[0], routes=replace(first_routes, differing=first_routes.differing + stem_routes.differing)),
+        *stem_passes[1:],
+    ]
 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:
     """The common prefix of `rows`, up to the first node that predicts, as the stem of `passes` passes."""
     # Up to the first node that predicts: a loss depends on the stem through keys and values alone then, and no logits
     # are needed of it.
-    first = min(int(torch.cat([row.place_S, row.observed_O]).min()) for row in rows) - 1
-    ids = [torch.tensor(row.token_ids[:first]) for row in rows]
-    return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)
+    prefix_length = min(int(torch.cat([row.place_S, row.observed_O]).min()) for row in rows) - 1
+    prefix_ids = [torch.tensor(row.token_ids[:prefix_length]) for row in rows]
+    return Stem(rows[0].token_ids[: min(_shared(prefix_ids[0], other_ids) for other_ids in prefix_ids)], passes)
 
 
 def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Tensor | None = None) -> Pack:
     token_ids: list[int] = []
-    depth: list[int] = []
+    node_depths: list[int] = []
     branches: list[Branch] = []
     before_K: list[Tensor] = []
     target_K: list[Tensor] = []
     before_O: list[Tensor] = []
     observed_O: list[Tensor] = []
-    routed: list[tuple[Tensor, int, Tensor | None]] = []
+    routed_rows: list[tuple[Tensor, int, Tensor | None]] = []
     for tree in trees:
-        first = len(token_ids)
+        first_node = len(token_ids)
         token_ids += tree.token_ids_N
-        depth += tree.depth_N
-        branches += [Branch(b.start + first, b.stop + first, b.path + first) for b in tree.branches]
-        for row, path in zip(tree.rows, tree.paths, strict=True):
-            before_K.append(path[row.place_S - 1] + first)
+        node_depths += tree.depth_N
+        branches += [
+            Branch(tree_branch.start + first_node, tree_branch.stop + first_node, tree_branch.path + first_node)
+            for tree_branch in tree.branches
+        ]
+        for row, row_path in zip(tree.rows, tree.paths, strict=True):
+            before_K.append(row_path[row.place_S - 1] + first_node)
             target_K.append(torch.tensor(row.token_ids)[row.place_S])
-            before_O.append(path[row.observed_O - 1] + first)
+            before_O.append(row_path[row.observed_O - 1] + first_node)
             observed_O.append(torch.tensor(row.token_ids)[row.observed_O])
-            routed.append((path + first, int(row.place_S[-1]), row.chosen))
-    rows = [row for tree in trees for row in tree.rows]
+            routed_rows.append((row_path + first_node, int(row.place_S[-1]), row.chosen))
+    pack_rows = [row for tree in trees for row in tree.rows]
     # Distinct and sorted: siblings that sampled different tokens after one prefix share the logits of its last node,
     # the largest tensor of a small model.
     predictors_P, predictor_KO = torch.unique(torch.cat([*before_K, *before_O]), return_inverse=True)
-    scored = sum(map(len, before_K))
-    weight_O = [torch.full(row.observed_O.shape, row.observed_weight) for row in rows]
+    scored_count = sum(map(len, before_K))
+    weight_O = [torch.full(row.observed_O.shape, row.observed_weight) for row in pack_rows]
     return Pack(
         token_ids_N=torch.tensor(token_ids, device=device),
-        depth_N=torch.tensor(depth, device=device),
+        depth_N=torch.tensor(node_depths, device=device),
         branches=tuple(branches),
         predictors_P=predictors_P.to(device),
-        predictor_K=predictor_KO[:scored].to(device),
+        predictor_K=predictor_KO[:scored_count].to(device),
         target_K=torch.cat(target_K).to(device),
-        columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
-        algo=rows[0].algo,
-        policy=rows[0].policy,
-        row_tokens=sum(len(row.token_ids) for row in rows),
-        images=images.joined(row.images for row in rows),
-        ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
-        routes=routes.joined(routed, len(token_ids), stem_SLK).to(device),
-        observer_O=predictor_KO[scored:].to(device),
+        columns={
+            column_name: torch.cat([row.columns[column_name] for row in pack_rows]).to(device)
+            for column_name in pack_rows[0].columns
+        },
+        algo=pack_rows[0].algo,
+        policy=pack_rows[0].policy,
+        row_tokens=sum(len(row.token_ids) for row in pack_rows),
+        images=images.joined(row.images for row in pack_rows),
+        ragged={
+            column_name: Ragged.joined([row.ragged[column_name] for row in pack_rows]).to(device)
+            for column_name in pack_rows[0].ragged
+        },
+        routes=routes.joined(routed_rows, len(token_ids), stem_SLK).to(device),
+        observer_O=predictor_KO[scored_count:].to(device),
         observed_O=torch.cat(observed_O).to(device),
         observed_weight_O=torch.cat(weight_O).to(device),
         # Counted on the host, where the numbers still are: on the device they would have to be waited for in each
         # pass.
-        scored_P=np.bincount(predictor_KO[:scored].numpy(), minlength=len(predictors_P)),
-        observed_P=np.bincount(predictor_KO[scored:].numpy(), minlength=len(predictors_P)),
+        scored_P=np.bincount(predictor_KO[:scored_count].numpy(), minlength=len(predictors_P)),
+        observed_P=np.bincount(predictor_KO[scored_count:].numpy(), minlength=len(predictors_P)),
     )

@@ -27,17 +27,20 @@ class Ragged:
     @classmethod
     def of(cls, values: Sequence[float]) -> Ragged:
         """Read a whole column: for each token its head, then its numbers."""
-        heads: list[int] = []
-        numbers: list[float] = []
-        for head, tail in sampling_mask.parts(values):
-            heads.append(head)
-            numbers += tail
-        return cls(torch.tensor(heads, dtype=torch.long), torch.tensor(numbers, dtype=torch.int32))
+        token_heads: list[int] = []
+        all_numbers: list[float] = []
+        for token_head, token_numbers in sampling_mask.parts(values):
+            token_heads.append(token_head)
+            all_numbers += token_numbers
+        return cls(torch.tensor(token_heads, dtype=torch.long), torch.tensor(all_numbers, dtype=torch.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
         """Join columns one after the other."""
-        return cls(torch.cat([part.head_K for part in parts]), torch.cat([part.numbers_M for part in parts]))
+        return cls(
+            torch.cat([ragged_part.head_K for ragged_part in parts]),
+            torch.cat([ragged_part.numbers_M for ragged_part in parts]),
+        )
 
     def only(self, keep_K: Tensor) -> Ragged:
         """Select the tokens for which `keep_K` is true."""
@@ -60,12 +63,12 @@ class Ragged:
         # (`agentrl.tokens.sampling_mask`): the number of the word, times 32, and the bit give the id.
         word_M = torch.arange(len(token_M), device=token_M.device) - first_K[token_M]
         shift_32 = torch.arange(32, device=token_M.device)
-        bits = (self.numbers_M[~listed_M, None] >> shift_32 & 1).bool()
-        ids = (word_M[~listed_M, None] * 32 + shift_32)[bits]
-        of = token_M[~listed_M, None].expand_as(bits)[bits]
-        token = torch.cat([token_M[listed_M], of])
-        order = token.argsort(stable=True)
-        return token[order], torch.cat([self.numbers_M[listed_M].long(), ids])[order]
+        bitmap_bits = (self.numbers_M[~listed_M, None] >> shift_32 & 1).bool()
+        bitmap_ids = (word_M[~listed_M, None] * 32 + shift_32)[bitmap_bits]
+        bitmap_tokens = token_M[~listed_M, None].expand_as(bitmap_bits)[bitmap_bits]
+        set_tokens = torch.cat([token_M[listed_M], bitmap_tokens])
+        token_order = set_tokens.argsort(stable=True)
+        return set_tokens[token_order], torch.cat([self.numbers_M[listed_M].long(), bitmap_ids])[token_order]
 
 
 def normalised(logprobs_M: Tensor, of_M: Tensor, count: int) -> tuple[Tensor, Tensor]:

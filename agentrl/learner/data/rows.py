@@ -87,83 +87,83 @@ def rows_of(
 ) -> list[Row]:
     """All rows of an episode, with every token that learns, however old: see `lag_bound`. Raises ValueError for a turn
     without any context: nothing predicts its first token."""
-    turns, column_kinds = trajectory.turns, {**known(), KEPT: column(KEPT)}
-    continued = {turn.parent for turn in turns}
-    ragged = {name for name, of in column_kinds.items() if of.ragged}
-    known_images = images.of_steps(trajectory.start, (turn.step for turn in turns))
-    seen: set[int] = set()
-    rows: list[Row] = []
+    episode_turns, column_kinds = trajectory.turns, {**known(), KEPT: column(KEPT)}
+    continued = {turn.parent for turn in episode_turns}
+    ragged_names = {name for name, column_kind in column_kinds.items() if column_kind.ragged}
+    known_images = images.of_steps(trajectory.start, (turn.step for turn in episode_turns))
+    scored_turns: set[int] = set()
+    built_rows: list[Row] = []
     # From the leaves back, since each path to a leaf is one context that an engine had. Rows from the roots would
     # have to be split at every fork.
-    for leaf in (turn for turn in turns if turn.index not in continued):
-        algo, prepared = algo_of(leaf.role), by_role.get(leaf.role, {})
+    for leaf in (turn for turn in episode_turns if turn.index not in continued):
+        algorithm, prepared_columns = algo_of(leaf.role), by_role.get(leaf.role, {})
         token_ids: list[int] = []
-        place: list[int] = []
-        observed: list[int] = []
-        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared, *column_kinds)}
-        for turn in _path(turns, leaf):
+        scored_places: list[int] = []
+        observed_places: list[int] = []
+        column_values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared_columns, *column_kinds)}
+        for turn in (leaf_path := _path(episode_turns, leaf)):
             token_ids += turn.prompt_ids
             if not token_ids and turn.token_ids:
                 raise ValueError(f"episode {trajectory.episode_id}, turn {turn.index}: sampled without any context")
-            start = len(token_ids)
+            first_place = len(token_ids)
             token_ids += turn.token_ids
             # A turn that two leaves share is scored in the first path alone (law 2). Its tokens stay in the other
             # one, as context: the later tokens were sampled after them.
-            if turn.index in seen or not turn.learns or _is_masked(turn):
+            if turn.index in scored_turns or not turn.learns or _is_masked(turn):
                 continue
-            seen.add(turn.index)
-            place += range(start, len(token_ids))
-            if algo.observes and turn.parent is not None:
-                observed += (
+            scored_turns.add(turn.index)
+            scored_places += range(first_place, len(token_ids))
+            if algorithm.observes and turn.parent is not None:
+                observed_places += (
                     position
-                    for position in range(start - len(turn.prompt_ids), start)
+                    for position in range(first_place - len(turn.prompt_ids), first_place)
                     # Tokens of images are no words: nobody can predict one from a softmax over the vocabulary.
                     if token_ids[position] < images.FIRST
                 )
-            n = len(turn.token_ids)
-            values["behaviour"] += turn.logprobs
+            token_count = len(turn.token_ids)
+            column_values["behaviour"] += turn.logprobs
             for span in turn.spans:
-                values["lag"] += [lag_of(span.version)] * (span.end - span.start)
-                values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
-            values["episode"] += [trajectory.episode_id] * n
+                column_values["lag"] += [lag_of(span.version)] * (span.end - span.start)
+                column_values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
+            column_values["episode"] += [trajectory.episode_id] * token_count
             # A number that depends on the name alone: to count roles as they come would give one role two numbers in
             # two groups of a step. Python's `hash` differs from process to process.
-            values["role"] += [crc32(turn.role.encode())] * n
-            values["turn"] += [turn.index] * n
-            for name, column_T in prepared.items():
-                values[name] += [float(column_T[turn.index])] * n
-            values["weight"] += [1.0] * n
+            column_values["role"] += [crc32(turn.role.encode())] * token_count
+            column_values["turn"] += [turn.index] * token_count
+            for name, column_T in prepared_columns.items():
+                column_values[name] += [float(column_T[turn.index])] * token_count
+            column_values["weight"] += [1.0] * token_count
             for name in column_kinds:
-                values[name] += filled(name, turn.columns, n)
-        if place:
-            rows.append(
+                column_values[name] += filled(name, turn.columns, token_count)
+        if scored_places:
+            built_rows.append(
                 Row(
                     group_id=trajectory.group_id,
                     episode_id=trajectory.episode_id,
-                    algo=algo,
+                    algo=algorithm,
                     policy=leaf.role if leaf.role in policies else None,
                     # Behind the last scored token nothing is predicted: the rest would be computed for nobody.
-                    token_ids=tuple(token_ids[: place[-1] + 1]),
-                    place_S=torch.tensor(place),
+                    token_ids=tuple(token_ids[: scored_places[-1] + 1]),
+                    place_S=torch.tensor(scored_places),
                     columns={
                         name: _tensor(name, numbers, column_kinds)
-                        for name, numbers in values.items()
-                        if name not in ragged
+                        for name, numbers in column_values.items()
+                        if name not in ragged_names
                     },
-                    ragged={name: Ragged.of(values[name]) for name in ragged},
-                    chosen=expert_records.read_experts((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),
-                    observed_O=torch.tensor(observed, dtype=torch.int64),
+                    ragged={name: Ragged.of(column_values[name]) for name in ragged_names},
+                    chosen=expert_records.read_experts((turn.experts for turn in leaf_path), scored_places[-1] + 1),
+                    observed_O=torch.tensor(observed_places, dtype=torch.int64),
                     images={image.token: image for image in images.shown(token_ids, known_images)},
                 )
             )
-    return rows
+    return built_rows
 
 
 def _tensor(name: str, numbers: Sequence[float], named: Mapping[str, Column]) -> Tensor:
     if name not in named:
         return torch.tensor(numbers, dtype=BUILT_IN.get(name, torch.float32))
-    column = named[name]
-    return torch.tensor(numbers, dtype=getattr(torch, column.dtype)).reshape(-1, *column.shape)
+    column_kind = named[name]
+    return torch.tensor(numbers, dtype=getattr(torch, column_kind.dtype)).reshape(-1, *column_kind.shape)
 
 
 def _is_masked(turn: Turn) -> bool:
@@ -173,7 +173,7 @@ def _is_masked(turn: Turn) -> bool:
 
 def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:
     """The turns from a start to `leaf`, in order."""
-    path = [leaf]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]
+    turns_upwards = [leaf]
+    while (parent_index := turns_upwards[-1].parent) is not None:
+        turns_upwards.append(turns[parent_index])
+    return turns_upwards[::-1]

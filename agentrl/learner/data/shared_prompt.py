@@ -41,21 +41,25 @@ from agentrl.learner.moe.routers import RouterRecord
 # off by a little.
 def stretched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The parts of a model that rotate so, and the kind of each."""
-    for part in module.modules():
-        kind: Any = getattr(part, "rope_type", None)
-        for name in cast("dict[str, Any]", kind).values() if isinstance(kind, dict) else [kind]:
-            if isinstance(name, str) and (name == "longrope" or "dynamic" in name):
-                yield part, name
+    for submodule in module.modules():
+        rope_kind: Any = getattr(submodule, "rope_type", None)
+        for kind_name in cast("dict[str, Any]", rope_kind).values() if isinstance(rope_kind, dict) else [rope_kind]:
+            if isinstance(kind_name, str) and (kind_name == "longrope" or "dynamic" in kind_name):
+                yield submodule, kind_name
 
 
 def restart(module: nn.Module) -> None:
     """Forget the longest row so far."""
-    for part, _ in stretched(module):
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            if name.endswith("original_inv_freq"):
-                part.register_buffer(name.replace("original_inv_freq", "inv_freq"), buffer, persistent=False)
-        for name in [name for name in vars(part) if name.endswith("max_seq_len_cached")]:
-            setattr(part, name, part.original_max_seq_len)
+    for submodule, _ in stretched(module):
+        for buffer_name, buffer in list(submodule.named_buffers(recurse=False)):
+            if buffer_name.endswith("original_inv_freq"):
+                submodule.register_buffer(
+                    buffer_name.replace("original_inv_freq", "inv_freq"), buffer, persistent=False
+                )
+        for buffer_name in [
+            buffer_name for buffer_name in vars(submodule) if buffer_name.endswith("max_seq_len_cached")
+        ]:
+            setattr(submodule, buffer_name, submodule.original_max_seq_len)
 
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -87,15 +91,18 @@ class Roots:
 
     def hear(self, heard: RouterRecord) -> None:
         """Keep the routers' record of the stem's own pass."""
-        masses = {mixture: _Lent(mass_E) for mixture, mass_E in heard.mass.items()}
-        self._masses = list(masses.values())
-        self.heard = replace(heard, mass={mixture: loan.leaf for mixture, loan in masses.items()})
+        lent_masses = {mixture: _Lent(mass_E) for mixture, mass_E in heard.mass.items()}
+        self._masses = list(lent_masses.values())
+        self.heard = replace(heard, mass={mixture: lent_mass.leaf for mixture, lent_mass in lent_masses.items()})
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors that are lent, and of the sums of their gradients."""
-        lent = [*chain(*self._lent.values()), *self._masses]
-        return sum(loan.made.nbytes + sum(of.nbytes for of in loan.sums) for loan in lent)
+        lent_tensors = [*chain(*self._lent.values()), *self._masses]
+        return sum(
+            lent_tensor.made.nbytes + sum(gradient_sum.nbytes for gradient_sum in lent_tensor.sums)
+            for lent_tensor in lent_tensors
+        )
 
     def end(self, output: Tensor) -> None:
         """Keep the output of the stem's own pass. FSDP gathers a layer for its backward pass when a gradient comes to
@@ -104,15 +111,17 @@ class Roots:
 
     def backward(self) -> None:
         """Add the gradients of all passes to those of the stem's parameters; once."""
-        lent = [loan for loan in (*chain(*self._lent.values()), *self._masses) if loan.sums]
-        if not lent:
+        trained_loans = [
+            trained_loan for trained_loan in (*chain(*self._lent.values()), *self._masses) if trained_loan.sums
+        ]
+        if not trained_loans:
             return  # nothing is trained
-        tensors = [loan.made for loan in lent]
-        grads = [loan.sums[0].to(loan.made.dtype) for loan in lent]
+        graph_tensors = [trained_loan.made for trained_loan in trained_loans]
+        gradient_sums = [trained_loan.sums[0].to(trained_loan.made.dtype) for trained_loan in trained_loans]
         if self._end is not None and self._end.requires_grad:
-            tensors.append(self._end)
-            grads.append(torch.zeros_like(self._end))
-        torch.autograd.backward(tensors, grads)
+            graph_tensors.append(self._end)
+            gradient_sums.append(torch.zeros_like(self._end))
+        torch.autograd.backward(graph_tensors, gradient_sums)
 
 
 class _Lent:

@@ -48,39 +48,54 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     differ in it, each part of the step has the share of the loss that it has of the episodes. If roles of an episode
     have different algorithms, the turns of each algorithm count as an episode. Rows of different policies share no
     loss: those of each are weighed as if there were no others."""
-    rows = [row for part in parts for group in part for row in group.rows]
-    alike: dict[tuple[str | None, Normalise], list[int]] = {}
-    algos: list[Algorithm] = []
-    numbers: dict[tuple[int, int], int] = {}
-    episodes: list[int] = []  # by row, the number of its episode
-    for index, row in enumerate(rows):
-        algo = row.algo
-        alike.setdefault((row.policy, algo.normalise), []).append(index)
-        if algo not in algos:
-            algos.append(algo)
+    step_rows = [
+        scored_row for update_groups in parts for group_rows in update_groups for scored_row in group_rows.rows
+    ]
+    rows_by_kind: dict[tuple[str | None, Normalise], list[int]] = {}
+    algorithms: list[Algorithm] = []
+    episode_numbers: dict[tuple[int, int], int] = {}
+    episode_of_row: list[int] = []  # by row, the number of its episode
+    for row_index, scored_row in enumerate(step_rows):
+        algorithm = scored_row.algo
+        rows_by_kind.setdefault((scored_row.policy, algorithm.normalise), []).append(row_index)
+        if algorithm not in algorithms:
+            algorithms.append(algorithm)
         # Roles with different algorithms are numbered apart, though they share an episode. With one number, the
         # normalisation by sequence would divide each role's loss by the length of both, so that a talkative role
         # shrinks the other's gradient.
-        episodes.append(numbers.setdefault((row.episode_id, algos.index(algo)), len(numbers)))
-    episode_counts = {key: len({episodes[index] for index in places}) for key, places in alike.items()}
-    weights: list[Tensor] = [torch.zeros(0)] * len(rows)
-    for (policy, normalise), places in alike.items():
-        lengths = [len(rows[index].place_S) for index in places]
+        episode_of_row.append(
+            episode_numbers.setdefault((scored_row.episode_id, algorithms.index(algorithm)), len(episode_numbers))
+        )
+    episode_counts = {
+        kind_key: len({episode_of_row[row_index] for row_index in row_indices})
+        for kind_key, row_indices in rows_by_kind.items()
+    }
+    weights_by_row: list[Tensor] = [torch.zeros(0)] * len(step_rows)
+    for (own_policy, normalise), row_indices in rows_by_kind.items():
+        row_lengths = [len(step_rows[row_index].place_S) for row_index in row_indices]
         episode_S = torch.cat(
-            [torch.full((length,), episodes[index]) for index, length in zip(places, lengths, strict=True)]
+            [
+                torch.full((row_length,), episode_of_row[row_index])
+                for row_index, row_length in zip(row_indices, row_lengths, strict=True)
+            ]
         )
         # Over all updates at once: within one update alone, a share would depend on which groups were shuffled into it.
-        shares = token_weights(episode_S, normalise)
+        token_shares = token_weights(episode_S, normalise)
         # Policies have gradients of their own: another policy's episodes must not thin out this one's.
-        policy_count = sum(count for (other, _), count in episode_counts.items() if other == policy)
-        shares = shares * (episode_counts[policy, normalise] / policy_count) * len(parts)
-        for index, weight in zip(places, shares.split(lengths), strict=True):
-            weights[index] = weight
-    remaining = iter(weights)
+        policy_count = sum(
+            episode_count for (other_policy, _), episode_count in episode_counts.items() if other_policy == own_policy
+        )
+        token_shares = token_shares * (episode_counts[own_policy, normalise] / policy_count) * len(parts)
+        for row_index, row_weights in zip(row_indices, token_shares.split(row_lengths), strict=True):
+            weights_by_row[row_index] = row_weights
+    remaining = iter(weights_by_row)
     # Without any observed token nothing is multiplied by this number.
-    observed_share = len(parts) / max(sum(len(row.observed_O) for row in rows), 1)
+    observed_share = len(parts) / max(sum(len(scored_row.observed_O) for scored_row in step_rows), 1)
 
     def weighed(row: Row, weight: float) -> Row:
         return replace(row.having(weight=next(remaining) * weight), observed_weight=observed_share * weight)
 
-    return [[[weighed(row, group.weight) for row in group.rows] for group in part] for part in parts]
+    return [
+        [[weighed(scored_row, group_rows.weight) for scored_row in group_rows.rows] for group_rows in update_groups]
+        for update_groups in parts
+    ]

@@ -32,25 +32,27 @@ def turn_columns(group: Group, algo_of: Callable[[str], Algorithm], quorum: int 
     group's record, which never changes, else the trajectory's own. A group without a record is judged by itself."""
     members = group.trajectories
     if group.record is None:
-        records = {place: member.record for place, member in enumerate(members) if member.scored}
-        return _judged(members, range(len(members)), len(members), records, records, algo_of)
-    record, places = group.record, [member.member for member in members]
+        member_records = {member_place: member.record for member_place, member in enumerate(members) if member.scored}
+        return _judged(members, range(len(members)), len(members), member_records, member_records, algo_of)
+    group_record, member_places = group.record, [member.member for member in members]
     # A late member's record is built anew from its trajectory. That of any other member is the one that the store made
     # when the group closed: siblings that were trained in an earlier step were judged by it, and it holds the rewards
     # of members whose trajectories are not here.
-    judged = {
-        member.member: member.record if (packed := record.get(member.member)) is None else packed
+    judged_records = {
+        member.member: member.record if (packed_record := group_record.get(member.member)) is None else packed_record
         for member in members
         if member.scored
     }
     # An algorithm prepares all turns of a group at once, over one set of judges. With a quorum there are two sets (see
     # `panel`), so it runs at most twice, and each member takes its columns from the run with its own judges.
-    panels = [panel(list(record), place, quorum) for place in places]
+    member_panels = [panel(list(group_record), member_place, quorum) for member_place in member_places]
     by_panel = dict[tuple[int, ...], list[TurnColumns]]()
-    for judging in dict.fromkeys(panels):
-        judges = {judge: record[judge] for judge in judging}
-        by_panel[judging] = _judged(members, places, group.size, judged | judges, judges, algo_of)
-    return [by_panel[judging][number] for number, judging in enumerate(panels)]
+    for judge_panel in dict.fromkeys(member_panels):
+        panel_records = {judge_place: group_record[judge_place] for judge_place in judge_panel}
+        by_panel[judge_panel] = _judged(
+            members, member_places, group.size, judged_records | panel_records, panel_records, algo_of
+        )
+    return [by_panel[judge_panel][member_index] for member_index, judge_panel in enumerate(member_panels)]
 
 
 def _judged(
@@ -62,36 +64,48 @@ def _judged(
     algo_of: Callable[[str], Algorithm],
 ) -> list[TurnColumns]:
     """The columns of the trajectories, each at its place among `size` siblings, if `judges` form the baseline."""
-    scored_G, judges_G = (torch.tensor([place in by_place for place in range(size)]) for by_place in (records, judges))
-    prepared: list[TurnColumns] = [{} for _ in members]
+    scored_G, judges_G = (
+        torch.tensor([member_place in by_place for member_place in range(size)]) for by_place in (records, judges)
+    )
+    prepared_columns: list[TurnColumns] = [{} for _ in members]
     for role in dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns):
-        rewards = [records[place].rewards.get(role, ()) if place in records else () for place in range(size)]
-        turns_G = torch.tensor([len(rewards_T) for rewards_T in rewards])
+        role_rewards = [
+            records[member_place].rewards.get(role, ()) if member_place in records else ()
+            for member_place in range(size)
+        ]
+        turns_G = torch.tensor([len(rewards_T) for rewards_T in role_rewards])
         rewards_GT = torch.zeros(size, int(turns_G.max()), dtype=torch.float64)
-        for place, rewards_T in enumerate(rewards):
-            rewards_GT[place, : len(rewards_T)] = torch.tensor(rewards_T, dtype=torch.float64)
+        for member_place, rewards_T in enumerate(role_rewards):
+            rewards_GT[member_place, : len(rewards_T)] = torch.tensor(rewards_T, dtype=torch.float64)
         states_GT = torch.full(rewards_GT.shape, UNKNOWN)
-        for place, record in records.items():
-            states_T = record.states.get(role, ())
-            states_GT[place, : len(states_T)] = torch.tensor(states_T, dtype=torch.long)
-        outcomes = [records[place].outcome_of(role) if place in records else 0.0 for place in range(size)]
+        for member_place, member_record in records.items():
+            states_T = member_record.states.get(role, ())
+            states_GT[member_place, : len(states_T)] = torch.tensor(states_T, dtype=torch.long)
+        role_outcomes = [
+            records[member_place].outcome_of(role) if member_place in records else 0.0 for member_place in range(size)
+        ]
         siblings = Siblings(
-            outcomes_G=torch.tensor(outcomes, dtype=torch.float64),
+            outcomes_G=torch.tensor(role_outcomes, dtype=torch.float64),
             rewards_GT=rewards_GT,
             turns_G=turns_G,
             scored_G=scored_G,
             judges_G=judges_G,
             states_GT=states_GT,
-            **_streams(records, next((judge.weights for judge in (judges or records).values()), {}), role, rewards_GT),
+            **_streams(
+                records,
+                next((judge_record.weights for judge_record in (judges or records).values()), {}),
+                role,
+                rewards_GT,
+            ),
         )
-        for name, column_GT in algo_of(role).prepare(siblings).items():
-            for place, member, by_role in zip(places, members, prepared, strict=True):
+        for column_name, column_GT in algo_of(role).prepare(siblings).items():
+            for member_place, member, columns_by_role in zip(places, members, prepared_columns, strict=True):
                 column_T = torch.zeros(len(member.turns), dtype=torch.float64)
-                by_role.setdefault(role, {})[name] = column_T
+                columns_by_role.setdefault(role, {})[column_name] = column_T
                 role_turns = [turn.index for turn in member.turns if turn.role == role]
-                if place in records:
-                    column_T[role_turns] = column_GT[place, : len(role_turns)]
-    return prepared
+                if member_place in records:
+                    column_T[role_turns] = column_GT[member_place, : len(role_turns)]
+    return prepared_columns
 
 
 def _streams(
@@ -100,9 +114,9 @@ def _streams(
     """The rewards of a role's turns by source, and the weights of the sources, which are the same for all judges."""
     weights = {ENV: 1.0, **weights}
     streams_KGT = torch.zeros(len(weights), *rewards_GT.shape, dtype=torch.float64)
-    for place, record in records.items():
-        streams = record.streams_of(role)
+    for member_place, member_record in records.items():
+        reward_streams = member_record.streams_of(role)
         for stream_GT, source in zip(streams_KGT, weights, strict=True):
-            rewards_T = streams.get(source, ())
-            stream_GT[place, : len(rewards_T)] = torch.tensor(rewards_T, dtype=torch.float64)
+            rewards_T = reward_streams.get(source, ())
+            stream_GT[member_place, : len(rewards_T)] = torch.tensor(rewards_T, dtype=torch.float64)
     return {"streams_KGT": streams_KGT, "weights_K": torch.tensor(list(weights.values()), dtype=torch.float64)}

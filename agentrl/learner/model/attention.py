@@ -100,8 +100,8 @@ def tree_attention(
     # out, and the learner would train another model than the engine serves.
     refuse_unknown(options)
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        autocast_dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
     if gather is not None:
         key, value = gather(key, value, f"keys and values of layer {getattr(module, 'layer_idx', '?')}")
     return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
@@ -109,9 +109,9 @@ def tree_attention(
 
 def refuse_unknown(options: Mapping[str, object]) -> None:
     """Raises ValueError for a number or tensor that may change the scores."""
-    for name, value in options.items():
-        if name not in _NO_SCORES and value is not None and not isinstance(value, bool):
-            raise ValueError(f"its attention takes {name!r}")
+    for option_name, option_value in options.items():
+        if option_name not in _NO_SCORES and option_value is not None and not isinstance(option_value, bool):
+            raise ValueError(f"its attention takes {option_name!r}")
 
 
 class Paths:
@@ -122,8 +122,8 @@ class Paths:
         self.branches = branches
         self.sizes = [branch.stop - branch.start for branch in branches]
         self.lengths = [len(branch.path) for branch in branches]
-        paths = torch.cat([branch.path for branch in branches])
-        self.paths = moved(paths, device or paths.device)
+        joint_paths = torch.cat([branch.path for branch in branches])
+        self.paths = moved(joint_paths, device or joint_paths.device)
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -135,44 +135,51 @@ class Paths:
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
-        queries = query.split(self.sizes, 2)
-        keys = key.index_select(2, self.paths).split(self.lengths, 2)
-        values = value.index_select(2, self.paths).split(self.lengths, 2)
-        outputs: list[Tensor] = []
-        for i, (size, length) in enumerate(zip(self.sizes, self.lengths, strict=True)):
-            causal = sinks is None and _is_causal(size, length, window)
-            rows = size if causal else _QUERIES
-            for start in range(0, size, rows):
-                stop = min(start + rows, size)
-                last = length - size + stop
+        is_grouped = query.shape[1] != key.shape[1]
+        branch_queries = query.split(self.sizes, 2)
+        branch_keys = key.index_select(2, self.paths).split(self.lengths, 2)
+        branch_values = value.index_select(2, self.paths).split(self.lengths, 2)
+        call_outputs: list[Tensor] = []
+        for branch_index, (query_count, key_count) in enumerate(zip(self.sizes, self.lengths, strict=True)):
+            is_causal = sinks is None and _is_causal(query_count, key_count, window)
+            queries_per_call = query_count if is_causal else _QUERIES
+            for first_query in range(0, query_count, queries_per_call):
+                stop_query = min(first_query + queries_per_call, query_count)
+                stop_key = key_count - query_count + stop_query
                 # Keys before the window of the first query are cut off rather than masked: a window of 4,096 in a row
                 # of 100,000 then costs what it sees.
-                first = 0 if window is None else max(0, last - (stop - start) - window + 1)
-                parts = (queries[i][:, :, start:stop], keys[i][:, :, first:last], values[i][:, :, first:last])
-                mask = None
-                if not causal:
-                    most = self._mask(window, query, every=sinks is not None)
-                    mask = most[most.shape[0] - (stop - start) :, most.shape[1] - (last - first) :]
-                    mask = mask if query.device.type == "cpu" else mask.contiguous()  # CUDA wants it aligned
+                first_key = 0 if window is None else max(0, stop_key - (stop_query - first_query) - window + 1)
+                call_inputs = (
+                    branch_queries[branch_index][:, :, first_query:stop_query],
+                    branch_keys[branch_index][:, :, first_key:stop_key],
+                    branch_values[branch_index][:, :, first_key:stop_key],
+                )
+                call_mask = None
+                if not is_causal:
+                    largest_mask = self._mask(window, query, every=sinks is not None)
+                    call_mask = largest_mask[first_query - stop_query :, first_key - stop_key :]
+                    # CUDA wants it aligned.
+                    call_mask = call_mask if query.device.type == "cpu" else call_mask.contiguous()
                 if sinks is not None:
-                    parts, mask = _with_sinks(*parts, mask, sinks)
-                outputs.append(
+                    call_inputs, call_mask = _with_sinks(*call_inputs, call_mask, sinks)
+                call_outputs.append(
                     functional.scaled_dot_product_attention(
-                        *parts, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+                        *call_inputs, attn_mask=call_mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
                     )
                 )
-        return torch.cat(outputs, 2).transpose(1, 2)
+        return torch.cat(call_outputs, 2).transpose(1, 2)
 
     def _mask(self, window: int | None, like: Tensor, *, every: bool) -> Tensor:
         """An additive mask [n, L] whose lower right corners are the masks of all calls that need one: what a query sees
         depends on how far it is from the last query and a key from the last key. `every` branch needs one, or those
         that are not plain rows."""
         if window not in self.masks:
-            sizes = list(zip(self.sizes, self.lengths, strict=True))
-            needing = [size for size in sizes if every or not _is_causal(*size, window)]
-            n, length = (max(of) for of in zip(*needing, strict=True))
-            self.masks[window] = _mask(window, like, min(n, _QUERIES), length)
+            branch_sizes = list(zip(self.sizes, self.lengths, strict=True))
+            masked_sizes = [
+                branch_size for branch_size in branch_sizes if every or not _is_causal(*branch_size, window)
+            ]
+            most_queries, most_keys = (max(branch_lengths) for branch_lengths in zip(*masked_sizes, strict=True))
+            self.masks[window] = _mask(window, like, min(most_queries, _QUERIES), most_keys)
         return self.masks[window]
 
 
@@ -195,22 +202,29 @@ def _with_sinks(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """One more key, of zeros, which the mask gives the score of each head's sink."""
     assert mask is not None
-    n, length = mask.shape
-    scores = [mask.expand(len(sinks), n, length), sinks.to(mask.dtype)[:, None, None].expand(-1, n, 1)]
-    return (query, functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))), torch.cat(scores, -1)[None]
+    query_count, key_count = mask.shape
+    score_parts = [
+        mask.expand(len(sinks), query_count, key_count),
+        sinks.to(mask.dtype)[:, None, None].expand(-1, query_count, 1),
+    ]
+    return (query, functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))), torch.cat(score_parts, -1)[
+        None
+    ]
 
 
 class Varlen:
     """One flash kernel over all branches of a pass."""
 
     def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
-        sizes = [branch.stop - branch.start for branch in branches]
-        lengths = [len(branch.path) for branch in branches]
-        paths = torch.cat([branch.path for branch in branches])
-        starts = torch.tensor([[0, *accumulate(sizes)], [0, *accumulate(lengths)]], dtype=torch.int32)
-        self.paths, starts = moved((paths, starts), device or paths.device)
-        self.query_starts, self.key_starts = starts.unbind()
-        self.longest = (max(sizes), max(lengths))
+        query_counts = [branch.stop - branch.start for branch in branches]
+        key_counts = [len(branch.path) for branch in branches]
+        joint_paths = torch.cat([branch.path for branch in branches])
+        sequence_starts = torch.tensor(
+            [[0, *accumulate(query_counts)], [0, *accumulate(key_counts)]], dtype=torch.int32
+        )
+        self.paths, sequence_starts = moved((joint_paths, sequence_starts), device or joint_paths.device)
+        self.query_starts, self.key_starts = sequence_starts.unbind()
+        self.longest = (max(query_counts), max(key_counts))
 
     def attend(
         self,
@@ -225,9 +239,9 @@ class Varlen:
 
         if sinks is not None:
             raise ValueError("it has no attention sinks")  # its log-sum-exp has no gradient
-        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        kernel_options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
         if "enable_gqa" in _parameters(varlen_attn):  # older ones take fewer heads of K and V unasked
-            options["enable_gqa"] = query.shape[1] != key.shape[1]
+            kernel_options["enable_gqa"] = query.shape[1] != key.shape[1]
         output_NHD = varlen_attn(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1).index_select(0, self.paths),
@@ -235,7 +249,7 @@ class Varlen:
             self.query_starts,
             self.key_starts,
             *self.longest,
-            **options,
+            **kernel_options,
         )
         return cast(Tensor, output_NHD)[None]
 
@@ -250,24 +264,24 @@ class Subtrees:
     nodes are not in preorder. Suffixes: n nodes that are queries, N nodes that they may see."""
 
     def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
-        paths = torch.cat([branch.path for branch in branches])
-        self._device, paths = device or paths.device, paths.cpu()
-        stops, lengths, sizes = torch.tensor(
+        joint_paths = torch.cat([branch.path for branch in branches])
+        self._device, joint_paths = device or joint_paths.device, joint_paths.cpu()
+        stop_nodes, path_lengths, query_counts = torch.tensor(
             [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches]
         ).unbind(1)
-        self.size, self.count = branches[-1].stop, int(sizes.sum())
+        self.size, self.count = branches[-1].stop, int(query_counts.sum())
         self.padding = -self.count % _BLOCK
-        keys = self.size + self.padding
-        node_N = torch.arange(keys + -keys % _BLOCK)
+        key_count = self.size + self.padding
+        node_N = torch.arange(key_count + -key_count % _BLOCK)
         # the last branch below a node ends its subtree; a padding node sees itself, so that its softmax is finite
-        self.end_N = (node_N + 1).scatter_reduce(0, paths, stops.repeat_interleave(lengths), "amax")
-        self.depth_N = node_N.scatter(0, paths, _numbered(torch.zeros_like(lengths), lengths))
-        own_n = _numbered(stops - sizes, sizes)
-        self.node_n = torch.cat([own_n, node_N[self.size : keys]])
-        seen = torch.searchsorted(own_n, self.end_N) - torch.searchsorted(own_n, node_N)
+        self.end_N = (node_N + 1).scatter_reduce(0, joint_paths, stop_nodes.repeat_interleave(path_lengths), "amax")
+        self.depth_N = node_N.scatter(0, joint_paths, _numbered(torch.zeros_like(path_lengths), path_lengths))
+        own_n = _numbered(stop_nodes - query_counts, query_counts)
+        self.node_n = torch.cat([own_n, node_N[self.size : key_count]])
+        seen_counts = torch.searchsorted(own_n, self.end_N) - torch.searchsorted(own_n, node_N)
         # The mask "j <= i < end of j" is only right in preorder. Counting pairs from above (subtrees) and from below
         # (depths) finds any other order at the cost of two sums.
-        if int(seen[: self.size].sum()) != int((self.depth_N[own_n] + 1).sum()):
+        if int(seen_counts[: self.size].sum()) != int((self.depth_N[own_n] + 1).sum()):
             raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
         self.masks: dict[int | None, Any] = {}
 
@@ -284,49 +298,64 @@ class Subtrees:
 
         if window not in self.masks:
             self.masks[window] = self._mask(window)
-        more = len(self.end_N) - self.size
-        seen = [functional.pad(part[:, :, : self.size], (0, 0, 0, more)) for part in (key, value)]
-        padded = [functional.pad(query, (0, 0, 0, self.padding)), *seen]
-        grouped = query.shape[1] != key.shape[1]
-        options: dict[str, Any] = {"block_mask": self.masks[window], "scale": scale, "enable_gqa": grouped}
+        padding_keys = len(self.end_N) - self.size
+        padded_keys_values = [
+            functional.pad(key_or_value[:, :, : self.size], (0, 0, 0, padding_keys)) for key_or_value in (key, value)
+        ]
+        padded_inputs = [functional.pad(query, (0, 0, 0, self.padding)), *padded_keys_values]
+        is_grouped = query.shape[1] != key.shape[1]
+        flex_options: dict[str, Any] = {"block_mask": self.masks[window], "scale": scale, "enable_gqa": is_grouped}
         if sinks is None:
-            output = _flex(query.device.type)(*padded, **options)
+            attended = _flex(query.device.type)(*padded_inputs, **flex_options)
         else:
-            output, of = _flex(query.device.type)(*padded, **options, return_aux=AuxRequest(lse=True))
+            attended, auxiliary = _flex(query.device.type)(
+                *padded_inputs, **flex_options, return_aux=AuxRequest(lse=True)
+            )
             # A sink takes exp(sink) of the softmax's mass and adds nothing: exp(lse) / (exp(lse) + exp(sink)) is this
             # sigmoid.
-            output = output * (of.lse - sinks[:, None]).sigmoid()[..., None].to(output.dtype)
-        return output[:, :, : self.count].transpose(1, 2)
+            attended = attended * (auxiliary.lse - sinks[:, None]).sigmoid()[..., None].to(attended.dtype)
+        return attended[:, :, : self.count].transpose(1, 2)
 
     def _mask(self, window: int | None) -> Any:
         """Block sparsity from the ends of the blocks' intervals, in [blocks, blocks] numbers."""
         from torch.nn.attention.flex_attention import BlockMask
 
         end_N, depth_N, node_n = self.end_N, self.depth_N, self.node_n  # on the host, as all blocks
-        plain = len(node_n) == len(end_N)  # query and node have the same number
-        key_B, end_B, above_B = (part.view(1, -1, _BLOCK) for part in (torch.arange(len(end_N)), end_N, depth_N))
-        query_B, below_B = (part.view(-1, 1, _BLOCK) for part in (node_n, depth_N[node_n]))
+        is_whole = len(node_n) == len(end_N)  # query and node have the same number
+        key_B, end_B, above_B = (part_B.view(1, -1, _BLOCK) for part_B in (torch.arange(len(end_N)), end_N, depth_N))
+        query_B, below_B = (part_B.view(-1, 1, _BLOCK) for part_B in (node_n, depth_N[node_n]))
         # Three kinds of blocks: no pair seen (skipped), all pairs seen (no mask is evaluated), and some. `some` may
         # be too generous, which costs time; `every` must be exact, or hidden nodes would be seen
         # (`test_flex_visits_the_blocks_that_hold_a_visible_pair_and_trusts_only_full_ones`).
-        some = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
-        every = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
+        some_seen = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
+        every_seen = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
         if window is not None:
-            some &= below_B.amin(-1) - above_B.amax(-1) < window
-            every &= below_B.amax(-1) - above_B.amin(-1) < window
-        parts = [part[None, None] for blocks in (some & ~every, every) for part in _indices(blocks)]
-        parts, end_N, depth_N, node_n = moved((parts, end_N, depth_N, node_n), self._device)
+            some_seen &= below_B.amin(-1) - above_B.amax(-1) < window
+            every_seen &= below_B.amax(-1) - above_B.amin(-1) < window
+        block_indices = [
+            part_B[None, None]
+            for chosen_blocks in (some_seen & ~every_seen, every_seen)
+            for part_B in _indices(chosen_blocks)
+        ]
+        block_indices, end_N, depth_N, node_n = moved((block_indices, end_N, depth_N, node_n), self._device)
 
         def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            node = query if plain else node_n[query]
-            return (key <= node) & (node < end_N[key])
+            query_node = query if is_whole else node_n[query]
+            return (key <= query_node) & (query_node < end_N[key])
 
         def near(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            node = query if plain else node_n[query]
-            return (key <= node) & (node < end_N[key]) & (depth_N[node] - depth_N[key] < cast(int, window))
+            query_node = query if is_whole else node_n[query]
+            return (
+                (key <= query_node)
+                & (query_node < end_N[key])
+                & (depth_N[query_node] - depth_N[key] < cast(int, window))
+            )
 
         return BlockMask.from_kv_blocks(
-            *parts, BLOCK_SIZE=_BLOCK, mask_mod=seen if window is None else near, seq_lengths=(len(node_n), len(end_N))
+            *block_indices,
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=seen if window is None else near,
+            seq_lengths=(len(node_n), len(end_N)),
         )
 
 
@@ -393,33 +422,42 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
     """Why a layout does not work here; None if it does."""
     if layout is Varlen and (device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16)):
         return f"its kernel wants train.device cuda and train.dtype bfloat16, not {device.type} and {_short(dtype)}"
-    random = torch.Generator().manual_seed(0)
-    sizes = [(1, heads, 200, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    drawn = [torch.randn(size, generator=random) for size in [*sizes, (shape.heads,)][: 4 if shape.sinks else 3]]
-    parts = [part.to(device, dtype) for part in drawn]
-    numbers = torch.arange(200)
-    branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
+    generator = torch.Generator().manual_seed(0)
+    part_sizes = [(1, head_count, 200, shape.head_dim) for head_count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    drawn_parts = [
+        torch.randn(part_size, generator=generator)
+        for part_size in [*part_sizes, (shape.heads,)][: 4 if shape.sinks else 3]
+    ]
+    device_parts = [drawn_part.to(device, dtype) for drawn_part in drawn_parts]
+    node_numbers = torch.arange(200)
+    branches = [
+        Branch(0, 150, node_numbers[:150]),
+        Branch(150, 200, torch.cat([node_numbers[:70], node_numbers[150:]])),
+    ]
     for window in (None, 40) if shape.windows else (None,):
-        exact = _outcome(Paths(branches, device), [part.float() for part in parts], window)
+        exact_parts = _outcome(Paths(branches, device), [drawn_part.float() for drawn_part in device_parts], window)
         try:
-            computed = _outcome(layout(branches, device), parts, window)
-        except Exception as error:  # kernels and compilers fail in many ways
-            reason = first_line(error)
+            computed_parts = _outcome(layout(branches, device), device_parts, window)
+        except Exception as layout_error:  # kernels and compilers fail in many ways
+            reason = first_line(layout_error)
             return f"it fails on {device.type} in {_short(dtype)} ({reason})"
-        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(computed, exact, strict=True))
+        largest_error = max(
+            float((computed_part.float() - exact_part).abs().max() / exact_part.abs().max())
+            for computed_part, exact_part in zip(computed_parts, exact_parts, strict=True)
+        )
         # Not "greater": a NaN has to fail too. Each layout is tried here, forward and backward, on a tree with two
         # branches, since kernels are refused or wrong on some devices only.
-        if not worst <= max(2 * torch.finfo(dtype).eps, 1e-3):
-            return f"it is {worst:.1g} off on {device.type} in {_short(dtype)}"
+        if not largest_error <= max(2 * torch.finfo(dtype).eps, 1e-3):
+            return f"it is {largest_error:.1g} off on {device.type} in {_short(dtype)}"
     return None
 
 
 @torch.enable_grad()
 def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
     """The outputs of attention, and their gradients."""
-    query, key, value, *sinks = inputs = [part.clone().requires_grad_() for part in parts]
-    output = layout.attend(query, key, value, window, None, *sinks)
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]
+    query, key, value, *sinks = leaf_inputs = [input_part.clone().requires_grad_() for input_part in parts]
+    attended = layout.attend(query, key, value, window, None, *sinks)
+    return [attended.detach(), *torch.autograd.grad(attended.square().sum(), leaf_inputs)]
 
 
 def _short(dtype: torch.dtype) -> str:

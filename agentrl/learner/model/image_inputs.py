@@ -32,16 +32,20 @@ class ImageInputs:
         ids_N = pack.token_ids_N
         if not len(pack.images):
             return {}
-        spans = list(images.runs(ids_N.tolist()))
-        shown_images = [pack.images[token] for token in dict.fromkeys(token for token, _, _ in spans)]
-        read = [self._patches(image) for image in shown_images]
-        patches, grid = (torch.cat(parts).to(ids_N.device) for parts in zip(*read, strict=True))
+        image_spans = list(images.runs(ids_N.tolist()))
+        shown_images = [pack.images[token] for token in dict.fromkeys(token for token, _, _ in image_spans)]
+        read_images = [self._patches(shown_image) for shown_image in shown_images]
+        patches, patch_grid = (
+            torch.cat(image_parts).to(ids_N.device) for image_parts in zip(*read_images, strict=True)
+        )
         # Each distinct image goes through the tower once, however many rows and turns show it: a screenshot in twenty
         # turns is one forward and one backward pass.
-        tokens = module.model.get_image_features(patches, grid).pooler_output
-        by_token = {image.token: tokens_NH for image, tokens_NH in zip(shown_images, tokens, strict=True)}
-        shown_NH = torch.cat([by_token[token] for token, _, _ in spans])
-        places_N = torch.cat([torch.arange(start, stop) for _, start, stop in spans]).to(ids_N.device)
+        image_tokens = module.model.get_image_features(patches, patch_grid).pooler_output
+        states_by_token = {
+            shown_image.token: tokens_NH for shown_image, tokens_NH in zip(shown_images, image_tokens, strict=True)
+        }
+        shown_NH = torch.cat([states_by_token[image_token] for image_token, _, _ in image_spans])
+        places_N = torch.cat([torch.arange(start, stop) for _, start, stop in image_spans]).to(ids_N.device)
         # Numbers of images lie beyond the embedding: looked up as they are, they would be out of its range.
         text_N = ids_N.masked_fill(ids_N >= images.FIRST, self._vision.placeholder)
         embedded_NH = module.get_input_embeddings()(text_N)

@@ -60,16 +60,16 @@ class OutputHead:
 @contextmanager
 def overheard(layer: Any, instead: Callable[[Tensor], Tensor] | None = None) -> Generator[list[Tensor]]:
     """Inside, a pass leaves the input of its output layer [1, P, H]; `instead` is computed in the layer's place."""
-    heard: list[Tensor] = []
+    layer_inputs: list[Tensor] = []
     forward = instead or layer.forward
 
     def hear(hidden_1PH: Tensor) -> Tensor:
-        heard.append(hidden_1PH)
+        layer_inputs.append(hidden_1PH)
         return forward(hidden_1PH)
 
     layer.forward = hear
     try:
-        yield heard
+        yield layer_inputs
     finally:
         del layer.forward
 
@@ -78,32 +78,42 @@ def overheard(layer: Any, instead: Callable[[Tensor], Tensor] | None = None) -> 
 def head_of(module: Any, run: Callable[[], Tensor], positions: int) -> OutputHead | None:
     """How a transformers model gets from its last hidden states to its logits; None if it does anything else than to
     multiply and cap what a plain linear layer says of so many `positions`. `run` makes a pass and gives its logits."""
-    layer, config = module.get_output_embeddings(), module.config.get_text_config()
+    output_layer, text_config = module.get_output_embeddings(), module.config.get_text_config()
     # `type` and not `isinstance`: a subclass may compute something else (an adapter's, a quantised one), and its
     # gradient is not that of a plain product.
-    if type(layer) is not nn.Linear:
+    if type(output_layer) is not nn.Linear:
         return None
     # Known numbers in the place of the layer's output show what the architecture does to logits: scales and caps are
     # recognised by what they do, not by the model's name.
-    probe_1PV = torch.linspace(-_PROBE, _PROBE, layer.out_features, device=layer.weight.device).expand(1, positions, -1)
-    with overheard(layer, lambda _: probe_1PV) as heard:
+    probe_1PV = torch.linspace(-_PROBE, _PROBE, output_layer.out_features, device=output_layer.weight.device).expand(
+        1, positions, -1
+    )
+    with overheard(output_layer, lambda _: probe_1PV) as layer_inputs:
         shaped_PV = run()
-    if [hidden.shape[:2] for hidden in heard] != [(1, positions)]:
+    if [layer_input.shape[:2] for layer_input in layer_inputs] != [(1, positions)]:
         return None
-    cap = getattr(config, "final_logit_softcapping", None)
-    divided = getattr(config, "logits_scaling", None)
-    scales = (1.0, getattr(config, "logit_scale", None), 1 / divided if divided else None)
-    heads = [OutputHead(layer, float(scale), cap) for scale in scales if scale]
-    fits = (head for head in heads if torch.allclose(head.shaped(probe_1PV[0]), shaped_PV, rtol=1e-4, atol=1e-3))
-    return next(fits, None)
+    logit_cap = getattr(text_config, "final_logit_softcapping", None)
+    logit_divisor = getattr(text_config, "logits_scaling", None)
+    logit_scales = (1.0, getattr(text_config, "logit_scale", None), 1 / logit_divisor if logit_divisor else None)
+    candidate_heads = [
+        OutputHead(output_layer, float(logit_scale), logit_cap) for logit_scale in logit_scales if logit_scale
+    ]
+    fitting_heads = (
+        candidate_head
+        for candidate_head in candidate_heads
+        if torch.allclose(candidate_head.shaped(probe_1PV[0]), shaped_PV, rtol=1e-4, atol=1e-3)
+    )
+    return next(fitting_heads, None)
 
 
 def room(bytes_: int, vocab: int, head: OutputHead | None, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
     """Rows of a chunk, whose logits of `dtype` so many bytes have room for, and rows of a block; at least one each."""
-    block = max(1, min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), bytes_ // (2 * _COPIES)) // (4 * vocab))
+    block_rows = max(
+        1, min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), bytes_ // (2 * _COPIES)) // (4 * vocab)
+    )
     # Gradients take the place of the logits, unless others read these; what shapes logits makes more of them.
-    copies = 2 if head is None else 1 + (head.scale != 1.0) + 3 * (head.cap is not None)
-    return max(1, (bytes_ - _COPIES * 4 * vocab * block) // (copies * dtype.itemsize * vocab)), block
+    logit_copies = 2 if head is None else 1 + (head.scale != 1.0) + 3 * (head.cap is not None)
+    return max(1, (bytes_ - _COPIES * 4 * vocab * block_rows) // (logit_copies * dtype.itemsize * vocab)), block_rows
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -131,13 +141,16 @@ class Places:
         """Divide the places at `edges` of rows. Returns for each two edges the slice of the places between them, their
         rows counted from the first edge, and their ids."""
         if not len(self.row_I):
-            bounds = [0] * len(edges)
+            place_bounds = [0] * len(edges)
         elif self._before_P is not None:
-            bounds = self._before_P[list(edges)].tolist()
+            place_bounds = self._before_P[list(edges)].tolist()
         else:
-            bounds = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
-        spans = [slice(start, stop) for start, stop in pairwise(bounds)]
-        return [(span, self.row_I[span] - edge, self.id_I[span]) for span, edge in zip(spans, edges, strict=False)]
+            place_bounds = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
+        place_spans = [slice(start_place, stop_place) for start_place, stop_place in pairwise(place_bounds)]
+        return [
+            (place_span, self.row_I[place_span] - first_row, self.id_I[place_span])
+            for place_span, first_row in zip(place_spans, edges, strict=False)
+        ]
 
 
 Block = tuple[slice, tuple[slice, Tensor, Tensor], tuple[slice, Tensor, Tensor]]
@@ -159,16 +172,16 @@ class TokenQuery:
     def chunks(self, count: int) -> Iterator[tuple[slice, list[Block]]]:
         """Divide `count` rows into chunks, and yield for each the slice of its rows and its blocks. The logits of a
         chunk are computed at once; they are widened and read block by block."""
-        spans = [range(first, min(first + self.rows, count)) for first in range(0, count, self.rows)]
-        edges = [*(start for span in spans for start in span[:: self.block]), count]
-        blocks = zip(pairwise(edges), self.own.cut(edges), self.plain.cut(edges), strict=True)
-        for span in spans:
-            inside = islice(blocks, len(span[:: self.block]))
+        chunk_ranges = [range(first_row, min(first_row + self.rows, count)) for first_row in range(0, count, self.rows)]
+        block_edges = [*(start_row for chunk_rows in chunk_ranges for start_row in chunk_rows[:: self.block]), count]
+        all_blocks = zip(pairwise(block_edges), self.own.cut(block_edges), self.plain.cut(block_edges), strict=True)
+        for chunk_rows in chunk_ranges:
+            blocks_inside = islice(all_blocks, len(chunk_rows[:: self.block]))
             chunk_blocks = [
-                (slice(start - span.start, end - span.start), own_places, plain)
-                for (start, end), own_places, plain in inside
+                (slice(start_row - chunk_rows.start, stop_row - chunk_rows.start), own_places, plain_places)
+                for (start_row, stop_row), own_places, plain_places in blocks_inside
             ]
-            yield slice(span.start, span.stop), chunk_blocks
+            yield slice(chunk_rows.start, chunk_rows.stop), chunk_blocks
 
 
 def statistics(
@@ -186,28 +199,29 @@ class _Statistics(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_PH: Tensor, head: Callable[[Tensor], Tensor], query: TokenQuery, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.promote_types(hidden_PH.dtype, torch.float32)
+        wide_dtype = torch.promote_types(hidden_PH.dtype, torch.float32)
         own_I, plain_O, entropy_P = (
-            hidden_PH.new_empty(len(places), dtype=dtype) for places in (query.own.row_I, query.plain.row_I, hidden_PH)
+            hidden_PH.new_empty(len(places), dtype=wide_dtype)
+            for places in (query.own.row_I, query.plain.row_I, hidden_PH)
         )
         # Without parameters there is nothing to compute again.
-        keeps = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= query.rows
+        keeps_logits = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= query.rows
         ctx.kept = None
-        for rows, blocks in query.chunks(len(hidden_PH)):
-            part_CH = hidden_PH[rows].detach().requires_grad_()
-            with torch.set_grad_enabled(bool(keeps)):
+        for chunk_rows, chunk_blocks in query.chunks(len(hidden_PH)):
+            part_CH = hidden_PH[chunk_rows].detach().requires_grad_()
+            with torch.set_grad_enabled(bool(keeps_logits)):
                 logits_CV = head(part_CH)
-            if keeps:
+            if keeps_logits:
                 ctx.kept = part_CH, logits_CV
             logits_CV = logits_CV.detach()
-            for block, (own_span, own_row, own_id), (plain, plain_row, plain_id) in blocks:
-                wide_bV = logits_CV[block].to(dtype)
+            for block_rows, (own_span, own_row, own_id), (plain_span, plain_row, plain_id) in chunk_blocks:
+                wide_bV = logits_CV[block_rows].to(wide_dtype)
                 if len(plain_row):
-                    plain_O[plain] = wide_bV[plain_row, plain_id] - wide_bV.logsumexp(-1)[plain_row]
+                    plain_O[plain_span] = wide_bV[plain_row, plain_id] - wide_bV.logsumexp(-1)[plain_row]
                 scaled_bV = wide_bV if query.temperature == 1.0 else wide_bV / query.temperature
                 logprobs_bV = scaled_bV.log_softmax(-1)
                 own_I[own_span] = logprobs_bV[own_row, own_id]
-                entropy_P[rows][block] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
+                entropy_P[chunk_rows][block_rows] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
             del logits_CV
         # A loss without an entropy term has no gradient for it: None spares a matrix of zeros of the vocabulary's
         # size.
@@ -223,40 +237,47 @@ class _Statistics(torch.autograd.Function):
         hidden_PH, *parameters = ctx.saved_tensors
         query: TokenQuery = ctx.query
         needs_grad = ctx.needs_input_grad[3:]
-        trained = [parameter for parameter, wants in zip(parameters, needs_grad, strict=True) if wants]
-        sums: list[Tensor] = []
+        trained_parameters = [
+            parameter for parameter, needs_sum in zip(parameters, needs_grad, strict=True) if needs_sum
+        ]
+        gradient_sums: list[Tensor] = []
         dhidden_PH = torch.empty_like(hidden_PH)
-        for rows, blocks in query.chunks(len(hidden_PH)):
+        for chunk_rows, chunk_blocks in query.chunks(len(hidden_PH)):
             computed, ctx.kept = ctx.kept, None  # its numbers are overwritten: a second backward pass makes its own
             if computed is None:
-                part_CH = hidden_PH[rows].detach().requires_grad_()
+                part_CH = hidden_PH[chunk_rows].detach().requires_grad_()
                 with torch.enable_grad():
                     computed = part_CH, ctx.head(part_CH)
             part_CH, logits_CV = computed
             own_CV = logits_CV.detach()
             # Without a head the logits are the input, which others may read.
             dlogits_CV = own_CV if parameters else torch.empty_like(own_CV)
-            for block, (own_span, *own_at), (plain, *plain_at) in blocks:
-                dlogits_CV[block] = _gradient(
-                    own_CV[block],
+            for block_rows, (own_span, *own_at), (plain_span, *plain_at) in chunk_blocks:
+                dlogits_CV[block_rows] = _gradient(
+                    own_CV[block_rows],
                     query.temperature,
                     (own_at, None if a_I is None else a_I[own_span]),
-                    (plain_at, None if b_O is None else b_O[plain]),
-                    None if h_P is None else h_P[rows][block],
+                    (plain_at, None if b_O is None else b_O[plain_span]),
+                    None if h_P is None else h_P[chunk_rows][block_rows],
                 )
-            dhidden_PH[rows], *gradients = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
+            dhidden_PH[chunk_rows], *gradients = torch.autograd.grad(
+                logits_CV, [part_CH, *trained_parameters], dlogits_CV
+            )
             del computed, logits_CV, own_CV, dlogits_CV
             # The gradient of the output layer is a sum over chunks: added up in bfloat16, later chunks would vanish
             # in it.
-            wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-            for total, gradient in zip(sums, wide, strict=False):
-                total += gradient
-            sums = sums or wide
-            del gradients, wide
+            wide_gradients = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+            for gradient_sum, gradient in zip(gradient_sums, wide_gradients, strict=False):
+                gradient_sum += gradient
+            gradient_sums = gradient_sums or wide_gradients
+            del gradients, wide_gradients
         if not len(hidden_PH):
-            sums = [torch.zeros_like(tensor) for tensor in trained]
-        totals = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
-        return dhidden_PH, None, None, *(next(totals) if wants else None for wants in needs_grad)
+            gradient_sums = [torch.zeros_like(parameter_tensor) for parameter_tensor in trained_parameters]
+        cast_gradients = iter(
+            gradient_sum.to(parameter_tensor.dtype)
+            for gradient_sum, parameter_tensor in zip(gradient_sums, trained_parameters, strict=True)
+        )
+        return dhidden_PH, None, None, *(next(cast_gradients) if needs_sum else None for needs_sum in needs_grad)
 
 
 def _gradient(

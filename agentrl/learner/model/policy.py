@@ -76,7 +76,13 @@ _IN_THE_MASK = "sliding_window"
 
 def _strict_sdpa(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, None]:
     """transformers' sdpa, which drops what it does not know, such as a cap of the scores: here a ValueError."""
-    refuse_unknown({name: value for name, value in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
+    refuse_unknown(
+        {
+            argument_name: argument
+            for argument_name, argument in named.items()
+            if argument_name not in (*_SDPA_KNOWS, _IN_THE_MASK)
+        }
+    )
     return sdpa_attention_forward(module, *inputs, **named)
 
 
@@ -123,13 +129,13 @@ class PolicyModel:
         self._offloading, self._ranks, self._logits_bytes = offloading, ranks, logits_mb << 20
         self._images = _images_of(folder, ranks, adapter)
         self.module = load(folder, ranks, ATTENTION)
-        wide = held if held is not None and held.holds_bfloat16 else None
-        self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
+        masters = held if held is not None and held.holds_bfloat16 else None
+        self._narrow = dtype != torch.float32 and (frozen or adapter is not None or masters is not None)
         if self._narrow:
             embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
-            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding, wide)
+            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding, masters)
         self.module.to(self.device)
-        if wide is not None and not wide.offload_optimizer:
+        if masters is not None and not masters.offload_optimizer:
             master_weights.move(self.module)
         if headless:
             self.module.set_output_embeddings(nn.Identity())
@@ -145,20 +151,20 @@ class PolicyModel:
         ranks.cut(self.module, torch.float32 if self._narrow else dtype)
         # The checks judge the model below: what they compare must not depend on an adapter.
         with lora.switched_off(self.module):
-            self.obstacle = _obstacle(self.module, layers := Names())
+            self.obstacle = _obstacle(self.module, layer_names := Names())
             self._head, self.routers = _check(self.module, folder, self.obstacle)
         # Compiled layers were never tried.
-        plain = not compiled and not self.obstacle and self._images is None
-        self.has_stems = plain and can_be_lent(self.module, layers.heard)
+        is_plain = not compiled and not self.obstacle and self._images is None
+        self.has_stems = is_plain and can_be_lent(self.module, layer_names.heard)
         reshard(self.module)
         if self.obstacle and self._images is not None:
             raise ModelError(f"{type(self.module).__name__} in {str(folder)!r} cannot be trained: {self.obstacle}")
         if self.obstacle and ranks.team > ranks.tensor:
-            hint = f"the model is computed row by row ({self.obstacle}): give 1"
-            raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, hint)
+            correction = f"the model is computed row by row ({self.obstacle}): give 1"
+            raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, correction)
         if self._head is None and not headless:
-            name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
-            warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}")
+            model_class, correction = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
+            warn(f"the logits of {model_class} in {str(folder)!r} are computed all at once: {correction}")
         self.layout = choose(
             "sdpa" if self.obstacle or detect_fake_mode() else attention,
             self.device,
@@ -183,34 +189,34 @@ class PolicyModel:
     def roots(self, pack: Pack) -> Roots:
         """The stem of a pass, for that and the others that have it."""
         assert pack.stem is not None and self.has_stems, "the learner asks"
-        computing, roots = _computing(self.device, self.dtype), Roots()
+        computing, stem_roots = _computing(self.device, self.dtype), Roots()
         # The balance loss counts a token for each of its rows. A stem does not know how many rows its passes have, so
         # it counts once, and each pass multiplies (`RouterRecord.begin`).
-        once = replace(pack, routes=pack.routes and pack.routes.once())
-        stem = self._ranks.portion(once, (0, len(pack.stem)))
-        quiet = overheard(self._layer, _nothing)
-        with settled(self.module), computing, self._keeping(), quiet, listening(self.routers) as heard:
-            output = self._run(stem, roots.keep)
-        if heard is not None:
-            roots.hear(heard)
+        counted_once = replace(pack, routes=pack.routes and pack.routes.once())
+        stem_portion = self._ranks.portion(counted_once, (0, len(pack.stem)))
+        silenced_head = overheard(self._layer, _nothing)
+        with settled(self.module), computing, self._keeping(), silenced_head, listening(self.routers) as router_record:
+            stem_output = self._run(stem_portion, stem_roots.keep)
+        if router_record is not None:
+            stem_roots.hear(router_record)
         if self._ranks.size > 1:
-            roots.end(output)
-        return roots
+            stem_roots.end(stem_output)
+        return stem_roots
 
     def hidden(self, pack: Pack, roots: Roots | None = None) -> Tensor:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`, of those that this rank has. No
         experts are replayed."""
-        computing, portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None))
-        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
-            self._run(portion, roots and roots.before)
-        return _joined(heard)[portion.rows]
+        computing, rank_portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None))
+        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as head_inputs:
+            self._run(rank_portion, roots and roots.before)
+        return _joined(head_inputs)[rank_portion.rows]
 
     def joined(self, pack: Pack, own_P: Tensor, name: str) -> Tensor:
         """Numbers of all `predictors_P` from those that this rank has."""
-        portion = self._portion(pack)
-        if portion.row_p is None:
+        rank_portion = self._portion(pack)
+        if rank_portion.row_p is None:
             return own_P
-        return portion.joined([(own_P, portion.row_p, len(pack.predictors_P))], name)[0]
+        return rank_portion.joined([(own_P, rank_portion.row_p, len(pack.predictors_P))], name)[0]
 
     def logprobs(
         self, pack: Pack, *, temperature: float, entropy_grad: bool = False, roots: Roots | None = None
@@ -226,7 +232,7 @@ class PolicyModel:
         """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
         the output layer [P, H], of those `predictors_P` that this rank has."""
         assert roots is not None or pack.stem is None, "its nodes are not computed here"
-        portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
+        rank_portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if sampled_sets is None else sampled_sets.sets()
         if len(ids_M):
             # The sampled token and the members of its set in one reading of the logits: a second pass over [P, V]
@@ -236,13 +242,15 @@ class PolicyModel:
             )
         else:
             own_places = Places(pack.predictor_K, pack.target_K, pack.scored_P)
-        plain = Places(pack.observer_O, pack.observed_O, pack.observed_P)
+        plain_places = Places(pack.observer_O, pack.observed_O, pack.observed_P)
         with settled(self.module):
-            run = partial(self._run, portion, roots and roots.before)
-            hidden_PH, results = self._read(run, own_places, plain, portion, temperature=temperature, dtype=self.dtype)
+            run_pass = partial(self._run, rank_portion, roots and roots.before)
+            hidden_PH, pass_statistics = self._read(
+                run_pass, own_places, plain_places, rank_portion, temperature=temperature, dtype=self.dtype
+            )
         if roots is not None and self.routers is not None and pack.routes is not None:
             self.routers.begin(roots.heard, pack.routes.rows_N[0])  # all of its rows begin there
-        own_KM, observed_O, entropy_P = results
+        own_KM, observed_O, entropy_P = pass_statistics
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
         if sampled_sets is None or not len(ids_M):
@@ -258,20 +266,23 @@ class PolicyModel:
         """Compute for each row, tokens [T] and choices [T] or [T, C], the log-probs of the choices after each of its
         tokens, in nats at temperature 1, with gradients and of the choices' shape. Rows share one pass and see nothing
         of each other; no experts are replayed."""
-        sizes = [len(tokens_T) for tokens_T, _ in rows]
-        stops = list(itertools.accumulate(sizes))
+        row_sizes = [len(tokens_T) for tokens_T, _ in rows]
+        stop_nodes = list(itertools.accumulate(row_sizes))
         tokens_N = torch.cat([tokens_T for tokens_T, _ in rows]).to(self.device)
         numbers_N = torch.arange(len(tokens_N), device=self.device)
-        branches = [Branch(stop - n, stop, numbers_N[stop - n : stop]) for stop, n in zip(stops, sizes, strict=True)]
-        depth_N = torch.cat([numbers_N[:n] for n in sizes])
+        branches = [
+            Branch(stop_node - row_size, stop_node, numbers_N[stop_node - row_size : stop_node])
+            for stop_node, row_size in zip(stop_nodes, row_sizes, strict=True)
+        ]
+        depth_N = torch.cat([numbers_N[:row_size] for row_size in row_sizes])
         places_I = torch.cat(
             [
-                numbers_N[branch.start : branch.stop].repeat_interleave(of_TC[0].numel())
-                for branch, (_, of_TC) in zip(branches, rows, strict=True)
+                numbers_N[branch.start : branch.stop].repeat_interleave(choice_TC[0].numel())
+                for branch, (_, choice_TC) in zip(branches, rows, strict=True)
             ]
         )
-        own_places = Places(places_I, torch.cat([of_TC.flatten() for _, of_TC in rows]).to(self.device))
-        none = Places(numbers_N[:0], tokens_N[:0])
+        own_places = Places(places_I, torch.cat([choice_TC.flatten() for _, choice_TC in rows]).to(self.device))
+        no_places = Places(numbers_N[:0], tokens_N[:0])
 
         def run() -> Tensor:
             if self.obstacle:
@@ -279,9 +290,9 @@ class PolicyModel:
             return _logits(self.module, tokens_N, depth_N, self.layout(branches), numbers_N)
 
         with settled(self.module):
-            _, (logprobs_I, _, _) = self._read(run, own_places, none, None, temperature=1.0, dtype=self.dtype)
-        parts = logprobs_I.split([of_TC.numel() for _, of_TC in rows])
-        return [part_I.view(of_TC.shape) for part_I, (_, of_TC) in zip(parts, rows, strict=True)]
+            _, (logprobs_I, _, _) = self._read(run, own_places, no_places, None, temperature=1.0, dtype=self.dtype)
+        row_logprobs = logprobs_I.split([choice_TC.numel() for _, choice_TC in rows])
+        return [part_I.view(choice_TC.shape) for part_I, (_, choice_TC) in zip(row_logprobs, rows, strict=True)]
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
@@ -289,14 +300,18 @@ class PolicyModel:
         in float32 from weights rounded to `dtype`. (A step too small to change a bfloat16 changes nothing.)"""
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
-        branch = Branch(0, len(token_ids), numbers_N)
-        run: Callable[[], Tensor] = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
+        row_branch = Branch(0, len(token_ids), numbers_N)
+        run_pass: Callable[[], Tensor] = partial(
+            _logits, self.module, tokens_N, numbers_N, Paths([row_branch]), numbers_N[:-1]
+        )
         if self.obstacle:
-            run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
-        next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
-        exact = dtype == torch.float32 and not self._narrow
-        with settled(self.module), exactly(), nullcontext() if exact else _rounded(self.module, dtype):
-            _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
+            run_pass = partial(_logits_of_rows, self.module, tokens_N, [row_branch], numbers_N[:-1])
+        next_places, no_places = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
+        is_exact = dtype == torch.float32 and not self._narrow
+        with settled(self.module), exactly(), nullcontext() if is_exact else _rounded(self.module, dtype):
+            _, (logprobs_T, _, _) = self._read(
+                run_pass, next_places, no_places, None, temperature=1.0, dtype=torch.float32
+            )
         return tuple(logprobs_T.tolist())
 
     def _portion(self, pack: Pack) -> Portion:
@@ -304,17 +319,26 @@ class PolicyModel:
         return self._ranks.portion(pack, None if pack.stem is None else (len(pack.stem), len(pack.token_ids_N)))
 
     def _run(self, portion: Portion, gather: Gather | None = None) -> Tensor:
-        pack, routes = portion.pack, None if self.routers is None else portion.routes
+        own_pack, own_routes = portion.pack, None if self.routers is None else portion.routes
         if self.obstacle:
-            return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
-        layout, gather = self.layout(portion.branches, self.device), portion.gather(gather)
-        seen = {} if self._images is None else self._images.of(self.module, pack)
-        logits = _logits(
-            self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes, seen
+            return _logits_of_rows(
+                self.module, own_pack.token_ids_N, own_pack.branches, own_pack.predictors_P, own_routes
+            )
+        pass_layout, gather = self.layout(portion.branches, self.device), portion.gather(gather)
+        image_inputs = {} if self._images is None else self._images.of(self.module, own_pack)
+        pass_logits = _logits(
+            self.module,
+            portion.token_ids_n,
+            portion.depth_n,
+            pass_layout,
+            portion.keep_c,
+            gather,
+            own_routes,
+            image_inputs,
         )
         if self.routers is not None and portion.meshes is not None:
             self.routers.join(portion.meshes.context)
-        return logits
+        return pass_logits
 
     def _read(
         self,
@@ -328,30 +352,34 @@ class PolicyModel:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The input of the output layer [P, H] in a pass made by `run`, of those rows that this rank has, and what
         `statistics` says of the logits of all."""
-        head, layer = self._head, self._layer
-        size, block = room(self._logits_bytes, self.vocab, head, dtype, self.device)
-        with _computing(self.device, dtype), self._keeping(), overheard(layer, _nothing if head else None) as heard:
+        output_head, output_layer = self._head, self._layer
+        chunk_rows, block_rows = room(self._logits_bytes, self.vocab, output_head, dtype, self.device)
+        with (
+            _computing(self.device, dtype),
+            self._keeping(),
+            overheard(output_layer, _nothing if output_head else None) as head_inputs,
+        ):
             logits_PV = run()
-        rows = slice(None) if portion is None else portion.rows
-        hidden_PH = _joined(heard)[rows]
+        own_rows = slice(None) if portion is None else portion.rows
+        hidden_PH = _joined(head_inputs)[own_rows]
 
         def logits_of(hidden_CH: Tensor) -> Tensor:
-            assert head is not None
+            assert output_head is not None
             with _computing(self.device, dtype):
-                return head(hidden_CH)
+                return output_head(hidden_CH)
 
         def read_here(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
-            query = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size, block=block)
-            if head is None:
-                return statistics(_nothing, logits_PV[rows], (), query)
-            return statistics(logits_of, hidden_PH, tuple(layer.parameters()), query)
+            token_query = TokenQuery(own=own, plain=plain, temperature=temperature, rows=chunk_rows, block=block_rows)
+            if output_head is None:
+                return statistics(_nothing, logits_PV[own_rows], (), token_query)
+            return statistics(logits_of, hidden_PH, tuple(output_layer.parameters()), token_query)
 
         return hidden_PH, read_here(own, plain) if portion is None else portion.read(own, plain, read_here)
 
     def _keeping(self) -> AbstractContextManager[object]:
         """Inside, tensors that gradients need are kept where they should wait for these."""
-        pinned = self.device.type == "cuda"
-        return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self._offloading else nullcontext()
+        pins_memory = self.device.type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=pins_memory) if self._offloading else nullcontext()
 
     @property
     def _layer(self) -> nn.Module:
@@ -365,8 +393,10 @@ class PolicyModel:
             return
         try:
             master_weights.load(self.module, load(folder, self._ranks, ATTENTION).state_dict())
-        except RuntimeError as error:
-            raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
+        except RuntimeError as load_error:
+            raise ModelError(
+                f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {load_error}"
+            ) from load_error
 
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters; tied ones once."""
@@ -409,25 +439,27 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     originals: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def before(part: nn.Module, _: object) -> None:
-        pairs = [(local(parameter), master(parameter)) for parameter in part.parameters(recurse=False)]
-        originals[part] = [(shard, shard.data) for shard, _ in pairs]
-        for shard, exact in pairs:
-            shard.data = local(exact).data.to(shard.device, dtype).float()
+        shards_and_masters = [(local(parameter), master(parameter)) for parameter in part.parameters(recurse=False)]
+        originals[part] = [(shard, shard.data) for shard, _ in shards_and_masters]
+        for shard, master_tensor in shards_and_masters:
+            shard.data = local(master_tensor).data.to(shard.device, dtype).float()
 
     def after(part: nn.Module, *_: object) -> None:
-        for shard, data in originals.pop(part):  # by now FSDP may have put its shard into the parameter's place
-            shard.data = data
+        for shard, original in originals.pop(part):  # by now FSDP may have put its shard into the parameter's place
+            shard.data = original
 
-    parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
-    hooks = [part.register_forward_pre_hook(before) for part in parts]
-    hooks += [part.register_forward_hook(after) for part in parts]
+    weighted_modules = [
+        submodule for submodule in module.modules() if next(submodule.parameters(recurse=False), None) is not None
+    ]
+    layer_hooks = [submodule.register_forward_pre_hook(before) for submodule in weighted_modules]
+    layer_hooks += [submodule.register_forward_hook(after) for submodule in weighted_modules]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        for part in list(originals):  # left over if a pass failed
-            after(part)
+        for layer_hook in layer_hooks:
+            layer_hook.remove()
+        for submodule in list(originals):  # left over if a pass failed
+            after(submodule)
 
 
 def _logits(
@@ -441,7 +473,7 @@ def _logits(
     seen: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The logits at the nodes `keep_P`. If images are among the nodes, `seen` takes the place of ids and depths."""
-    output = module(
+    model_output = module(
         **(seen or {"input_ids": token_ids_N[None], "position_ids": depth_N[None]}),
         use_cache=False,
         logits_to_keep=keep_P,
@@ -449,37 +481,39 @@ def _logits(
         gather=gather,
         **({} if routes is None else {"routes": routes}),
     )
-    return output.logits[0]
+    return model_output.logits[0]
 
 
 def _logits_of_rows(
     module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor, routes: Routes | None = None
 ) -> Tensor:
     """By the model's own attention and rotations: a node's logits in the row that ends with its branch."""
-    logits: list[Tensor] = []
+    branch_logits: list[Tensor] = []
     for branch in branches:
-        nodes = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
-        if len(nodes):
-            place = nodes + (len(branch.path) - branch.stop)
-            row = token_ids_N[branch.path][None]
-            routing = {} if routes is None else {"routes": routes.at(branch.path)}
+        kept_nodes = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
+        if len(kept_nodes):
+            kept_places = kept_nodes + (len(branch.path) - branch.stop)
+            row_token_ids = token_ids_N[branch.path][None]
+            route_argument = {} if routes is None else {"routes": routes.at(branch.path)}
             # Rotary caches that grow with the longest row so far would make a row's numbers depend on those before
             # it.
             restart(module)
-            logits.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **routing).logits[0])
-    return torch.cat(logits)
+            branch_logits.append(
+                module(input_ids=row_token_ids, use_cache=False, logits_to_keep=kept_places, **route_argument).logits[0]
+            )
+    return torch.cat(branch_logits)
 
 
 def _shape(module: Any, ranks: int) -> AttentionShape:
     """The shape of the model's attention, as far as its configuration says, on each of the ranks that share it."""
-    config = module.config.get_text_config()
-    heads = config.num_attention_heads
+    text_config = module.config.get_text_config()
+    head_count = text_config.num_attention_heads
     return AttentionShape(
-        heads=heads // ranks,
-        kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        sinks=any(name.endswith(".sinks") for name, _ in module.named_parameters()),
-        windows=getattr(config, "sliding_window", None) is not None,
+        heads=head_count // ranks,
+        kv_heads=(getattr(text_config, "num_key_value_heads", None) or head_count) // ranks,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // head_count,
+        sinks=any(parameter_name.endswith(".sinks") for parameter_name, _ in module.named_parameters()),
+        windows=getattr(text_config, "sliding_window", None) is not None,
     )
 
 
@@ -494,22 +528,26 @@ def _compile(module: Any, device: torch.device) -> None:
     compile_cache.choose()
     # Each pass has another tree: compiled with it, a layer would be compiled anew for each.
     AttentionInterface.register(ATTENTION, cast(Any, torch.compiler.disable(tree_attention)))
-    for part in module.modules():
-        if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers
-            part.compile(dynamic=True)
+    for submodule in module.modules():
+        if isinstance(submodule, GradientCheckpointingLayer):  # transformers' base of all decoder layers
+            submodule.compile(dynamic=True)
 
 
 def _hold_in(
     dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Parameter], bool], trained: Train | None = None
 ) -> None:
     """Convert these parameters of a model, which are tied to no others. Those that are `trained` may have masters."""
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
+    for submodule in module.modules():
+        for parameter_name, parameter in list(submodule.named_parameters(recurse=False)):
             if which(parameter) and parameter.dtype != dtype:
-                exact = parameter.detach()
-                setattr(part, name, converted := nn.Parameter(exact.to(dtype), parameter.requires_grad))
+                exact_numbers = parameter.detach()
+                setattr(
+                    submodule,
+                    parameter_name,
+                    converted := nn.Parameter(exact_numbers.to(dtype), parameter.requires_grad),
+                )
                 if trained is not None:
-                    master_weights.give(converted, exact if trained.weights == "bfloat16" else None)
+                    master_weights.give(converted, exact_numbers if trained.weights == "bfloat16" else None)
 
 
 @torch.no_grad()
@@ -522,13 +560,21 @@ def _obstacle(module: Any, layers: Names) -> str | None:
     device = next(module.parameters()).device
     # Rows of several (shortened) windows, with a branch inside of one: a wrong window, a wrong position and a leak
     # between siblings all change these logits.
-    shared, alone = 3 * _SHORT, 2 * _SHORT
-    n = shared + 2 * alone
-    numbers = torch.arange(n, device=device)
-    tokens_N = _tokens(module, n)
-    paths = [numbers[: shared + alone], torch.cat([numbers[:shared], numbers[shared + alone :]])]
-    branches = [Branch(0, shared + alone, paths[0]), Branch(shared + alone, n, paths[1])]
-    depth_N = torch.cat([numbers[: shared + alone], numbers[shared : shared + alone]])
+    shared_length, own_length = 3 * _SHORT, 2 * _SHORT
+    node_count = shared_length + 2 * own_length
+    node_numbers = torch.arange(node_count, device=device)
+    tokens_N = _tokens(module, node_count)
+    row_paths = [
+        node_numbers[: shared_length + own_length],
+        torch.cat([node_numbers[:shared_length], node_numbers[shared_length + own_length :]]),
+    ]
+    branches = [
+        Branch(0, shared_length + own_length, row_paths[0]),
+        Branch(shared_length + own_length, node_count, row_paths[1]),
+    ]
+    depth_N = torch.cat(
+        [node_numbers[: shared_length + own_length], node_numbers[shared_length : shared_length + own_length]]
+    )
     module.eval()
     try:
         # First, by names: a few tokens may agree by chance where a layer's recurrent state is nearly empty still.
@@ -536,25 +582,25 @@ def _obstacle(module: Any, layers: Names) -> str | None:
         if detect_fake_mode() is not None:  # there are no numbers to compare
             return None
         with _tightened(module), _rounded(module, torch.float32):
-            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers, layers)
+            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), node_numbers, layers)
             _attend(module, "eager")
-            for path in paths:
-                if not _close(_row(module, tokens_N[path]), tree_NV[path]):
+            for row_path in row_paths:
+                if not _close(_row(module, tokens_N[row_path]), tree_NV[row_path]):
                     raise ValueError("logits differ from those of single rows")
     # Whatever goes wrong in here, the model can still be trained row by row, by its own attention. That costs time,
     # and its numbers are right; `obstacle` says which of the two a run has.
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-        _use_own_attention(module, [tokens_N[path] for path in paths], shared)
-        return next(iter(str(error).splitlines()), type(error).__name__)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as pass_error:
+        _use_own_attention(module, [tokens_N[row_path] for row_path in row_paths], shared_length)
+        return next(iter(str(pass_error).splitlines()), type(pass_error).__name__)
     _attend(module, ATTENTION)
     return None
 
 
 def _attend(module: Any, name: str) -> None:
     """Have the model attend by the function of this name; one of an old kind only takes its masks from there."""
-    if (config := module.config.get_text_config()) is not module.config:  # other parts go on as they do
+    if (text_config := module.config.get_text_config()) is not module.config:  # other parts go on as they do
         module.set_attn_implementation({"text_config": name})
-        config._attn_implementation = name
+        text_config._attn_implementation = name
         return
     module.set_attn_implementation(name)
     module.config._attn_implementation = name
@@ -568,23 +614,25 @@ def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None
     _attend(module, "sdpa" if supported else "eager")
     if detect_fake_mode() is not None:
         return
-    by_attention: dict[str, list[Tensor]] = {}
+    logits_by_attention: dict[str, list[Tensor]] = {}
     with _tightened(module), _rounded(module, torch.float32):
-        for name in ("eager", _STRICT, "sdpa") if supported else ("eager",):
-            _attend(module, name)
+        for attention_name in ("eager", _STRICT, "sdpa") if supported else ("eager",):
+            _attend(module, attention_name)
             try:
-                by_attention[name] = [_row(module, row_T) for row_T in rows]
+                logits_by_attention[attention_name] = [_row(module, row_T) for row_T in rows]
             except (ValueError, TypeError, RuntimeError, AttributeError):
-                if name == "eager":
+                if attention_name == "eager":
                     return  # `_check` says why
-    eager = by_attention["eager"]
-    same = all(
-        _close(logits, exact) for other in by_attention.values() for logits, exact in zip(other, eager, strict=True)
+    eager_logits = logits_by_attention["eager"]
+    all_agree = all(
+        _close(row_TV, exact_TV)
+        for other_logits in logits_by_attention.values()
+        for row_TV, exact_TV in zip(other_logits, eager_logits, strict=True)
     )
     # sdpa only if all three agree: transformers' sdpa leaves out what it does not know without a word, and the strict
     # one finds that by raising.
-    _attend(module, "sdpa" if same and len(by_attention) == 3 else "eager")
-    if not _close(eager[0][:shared], eager[1][:shared]):
+    _attend(module, "sdpa" if all_agree and len(logits_by_attention) == 3 else "eager")
+    if not _close(eager_logits[0][:shared], eager_logits[1][:shared]):
         raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
 
 
@@ -602,48 +650,54 @@ def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[OutputHead 
     """How the model's logits are made, if we can do the same, and its routers. Raises ModelError if it computes
     nothing."""
     if detect_fake_mode() is not None:
-        layer = module.get_output_embeddings()
-        return OutputHead(layer) if type(layer) is nn.Linear else None, None
-    name, n = type(module).__name__, 4 * _SHORT
-    run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
+        output_layer = module.get_output_embeddings()
+        return OutputHead(output_layer) if type(output_layer) is nn.Linear else None, None
+    model_class, token_count = type(module).__name__, 4 * _SHORT
+    run_model = partial(module, input_ids=_tokens(module, token_count)[None], use_cache=False)
     if obstacle:
         warn(
-            f"{name} in {str(folder)!r} is computed row by row, not over prefix trees ({obstacle}): tokens that rows "
-            "share are computed once per row"
+            f"{model_class} in {str(folder)!r} is computed row by row, not over prefix trees ({obstacle}): tokens that "
+            "rows share are computed once per row"
         )
     try:
-        numbers = torch.arange(n, device=next(module.parameters()).device)
+        node_numbers = torch.arange(token_count, device=next(module.parameters()).device)
         if not obstacle:
-            run = partial(run, layout=Paths([Branch(0, n, numbers)]))
+            run_model = partial(run_model, layout=Paths([Branch(0, token_count, node_numbers)]))
         with _rounded(module, torch.float32):
-            head = head_of(module, lambda: run(logits_to_keep=numbers[1:]).logits[0], n - 1)
-            return head, routers(module, lambda routes: run(logits_to_keep=numbers[:1], routes=routes), n)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{name} in {str(folder)!r} cannot be computed: {error}") from error
+            output_head = head_of(module, lambda: run_model(logits_to_keep=node_numbers[1:]).logits[0], token_count - 1)
+            return output_head, routers(
+                module, lambda routes: run_model(logits_to_keep=node_numbers[:1], routes=routes), token_count
+            )
+    except (ValueError, TypeError, RuntimeError) as pass_error:
+        raise ModelError(f"{model_class} in {str(folder)!r} cannot be computed: {pass_error}") from pass_error
 
 
 @torch.no_grad()
 def _without_noise(module: Any, folder: Path) -> None:
     """Set the model to train without dropout and the like, since the engine samples without: as layers, as numbers that
     layers hand to functions, and as those of configurations. Raises ModelError if something random is left."""
-    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
-    for owner in owners.values():
+    owners_by_id = {
+        id(owner): owner for submodule in module.modules() for owner in (submodule, getattr(submodule, "config", None))
+    }
+    for owner in owners_by_id.values():
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
+        for attribute_name, attribute in list(getattr(owner, "__dict__", {}).items()):
             # By the names of numbers, in modules and configurations: dropout is a layer in some families and an
             # argument of a function in others. The pass below finds what this misses.
-            if isinstance(value, float) and any(noise in name for noise in _NOISE):
-                setattr(owner, name, 0.0)
+            if isinstance(attribute, float) and any(noise_word in attribute_name for noise_word in _NOISE):
+                setattr(owner, attribute_name, 0.0)
     if detect_fake_mode() is None:
-        tokens_T, logits = _tokens(module, 4 * _SHORT), list[Tensor]()
-        tree = {"layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])}
-        arguments = tree if module.config.get_text_config()._attn_implementation == ATTENTION else {}
+        tokens_T, logits_by_mode = _tokens(module, 4 * _SHORT), list[Tensor]()
+        tree_argument = {
+            "layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])
+        }
+        arguments = tree_argument if module.config.get_text_config()._attn_implementation == ATTENTION else {}
         for training in (False, True):
             module.train(training)
             with _rounded(module, torch.float32), warnings.catch_warnings():
-                logits.append(_row(module, tokens_T, **arguments))
-        if not _close(*logits):
+                logits_by_mode.append(_row(module, tokens_T, **arguments))
+        if not _close(*logits_by_mode):
             raise ModelError(
                 f"{type(module).__name__} in {str(folder)!r} computes something else in training than the engine does "
                 "when it samples: switch off what is random in its config.json"
@@ -654,37 +708,39 @@ def _without_noise(module: Any, folder: Path) -> None:
 
 def _tokens(module: Any, n: int) -> Tensor:
     """So many token ids of the model's vocabulary, the same every time."""
-    numbers = torch.arange(n, device=next(module.parameters()).device)
+    token_numbers = torch.arange(n, device=next(module.parameters()).device)
     # Distinct, without a period, and without a random state: two ranks must try the same tokens.
-    return (7 * numbers + numbers**2 // 5 + 3) % module.config.get_text_config().vocab_size
+    return (7 * token_numbers + token_numbers**2 // 5 + 3) % module.config.get_text_config().vocab_size
 
 
 def _check_layers(module: Any) -> None:
     """Raises ValueError for a layer of an unknown type, and for positions that depend on a row's length, even if a few
     tokens are computed right."""
-    for index, kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
-        if kind not in _LAYER_TYPES:
-            raise ValueError(f"layer {index} is of type {kind!r}, we compute {', '.join(_LAYER_TYPES)}")
-    if kinds := sorted({kind for _, kind in stretched(module)}):
-        raise ValueError(f"its rotations are of type {kinds[0]!r}, which depends on the length of a row")
+    for layer_index, layer_kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
+        if layer_kind not in _LAYER_TYPES:
+            raise ValueError(f"layer {layer_index} is of type {layer_kind!r}, we compute {', '.join(_LAYER_TYPES)}")
+    if stretched_kinds := sorted({layer_kind for _, layer_kind in stretched(module)}):
+        raise ValueError(f"its rotations are of type {stretched_kinds[0]!r}, which depends on the length of a row")
 
 
 @contextmanager
 def _tightened(module: Any) -> Generator[None]:
     """Inside, every window of attention is `_SHORT` tokens long, and every cap of its scores `_LOW`, in the layers and
     in their configurations: so a few tokens show whether they are computed."""
-    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
-    changed = [
-        (owner, name, value, tight)
-        for owner in owners.values()
-        for names, kinds, tight in ((_WINDOWS, (int,), _SHORT), (_CAPS, (int, float), _LOW))
-        for name in names
-        if type(value := getattr(owner, name, None)) in kinds and cast(float, value) > 0
+    owners_by_id = {
+        id(owner): owner for submodule in module.modules() for owner in (submodule, getattr(submodule, "config", None))
+    }
+    changed_values = [
+        (owner, attribute_name, original, tight_value)
+        for owner in owners_by_id.values()
+        for attribute_names, value_kinds, tight_value in ((_WINDOWS, (int,), _SHORT), (_CAPS, (int, float), _LOW))
+        for attribute_name in attribute_names
+        if type(original := getattr(owner, attribute_name, None)) in value_kinds and cast(float, original) > 0
     ]
-    for owner, name, _, tight in changed:
-        setattr(owner, name, tight)
+    for owner, attribute_name, _, tight_value in changed_values:
+        setattr(owner, attribute_name, tight_value)
     try:
         yield
     finally:
-        for owner, name, value, _ in changed:
-            setattr(owner, name, value)
+        for owner, attribute_name, original, _ in changed_values:
+            setattr(owner, attribute_name, original)

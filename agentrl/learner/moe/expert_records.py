@@ -64,17 +64,19 @@ def read_experts(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | N
     """Read from the turns of a path the experts of its first `size` tokens [T, L, K], int16; None if no turn has
     experts. Turns of another shape than the first one are left out."""
     chosen_TLK: np.ndarray | None = None
-    for turn in turns:
-        if turn is None:
+    for turn_experts in turns:
+        if turn_experts is None:
             continue
-        data = np.frombuffer(turn.data, dtype=np.dtype(f"<u{turn.width}"))
-        data = data.reshape(-1, turn.layers, turn.per_token)[: max(0, size - turn.start)]
+        expert_numbers = np.frombuffer(turn_experts.data, dtype=np.dtype(f"<u{turn_experts.width}"))
+        expert_numbers = expert_numbers.reshape(-1, turn_experts.layers, turn_experts.per_token)[
+            : max(0, size - turn_experts.start)
+        ]
         if chosen_TLK is None:
-            chosen_TLK = np.full((size, turn.layers, turn.per_token), UNTOLD, dtype=np.int16)
+            chosen_TLK = np.full((size, turn_experts.layers, turn_experts.per_token), UNTOLD, dtype=np.int16)
         # An engine that was attached anew may serve another model. Its turns count as untold, and are counted so;
         # refused here, one such turn would end the step.
-        if data.shape[1:] == chosen_TLK.shape[1:]:
-            chosen_TLK[turn.start : turn.start + len(data)] = data
+        if expert_numbers.shape[1:] == chosen_TLK.shape[1:]:
+            chosen_TLK[turn_experts.start : turn_experts.start + len(expert_numbers)] = expert_numbers
     return None if chosen_TLK is None else torch.from_numpy(chosen_TLK)
 
 
@@ -83,20 +85,24 @@ def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SL
     loss depends on, and the table of its experts. If the first nodes are a stem's, `stem_SLK` are their experts, and
     rows with others were counted there."""
     rows_N = torch.zeros(size, dtype=torch.int32)
-    shapes = [chosen.shape[1:] for chosen in (stem_SLK, *(chosen for _, _, chosen in rows)) if chosen is not None]
-    chosen_NLK = torch.full((size, *shapes[0]), UNTOLD, dtype=torch.int16) if shapes else None
+    table_shapes = [
+        chosen_table.shape[1:]
+        for chosen_table in (stem_SLK, *(chosen_table for _, _, chosen_table in rows))
+        if chosen_table is not None
+    ]
+    chosen_NLK = torch.full((size, *table_shapes[0]), UNTOLD, dtype=torch.int16) if table_shapes else None
     if chosen_NLK is not None and stem_SLK is not None:
         chosen_NLK[: len(stem_SLK)] = stem_SLK
     differs_N = torch.zeros(size, dtype=torch.bool)
-    for path, needed, chosen_TLK in rows:
-        rows_N[path[:needed]] += 1
-        if chosen_NLK is None or chosen_TLK is None or chosen_TLK.shape[1:] != shapes[0]:
+    for path_T, needed_count, chosen_TLK in rows:
+        rows_N[path_T[:needed_count]] += 1
+        if chosen_NLK is None or chosen_TLK is None or chosen_TLK.shape[1:] != table_shapes[0]:
             continue
-        before_TLK = chosen_NLK[path]
+        before_TLK = chosen_NLK[path_T]
         new_T, own_T = (before_TLK < 0).any(-1).any(-1), ~(chosen_TLK < 0).any(-1).any(-1)
         # Sorted, since the order of a token's experts is that of their scores, and says nothing of which they are.
-        differs_N[path] |= ~new_T & own_T & (before_TLK.sort(-1)[0] != chosen_TLK.sort(-1)[0]).any(-1).any(-1)
-        chosen_NLK[path[new_T]] = chosen_TLK[new_T]
+        differs_N[path_T] |= ~new_T & own_T & (before_TLK.sort(-1)[0] != chosen_TLK.sort(-1)[0]).any(-1).any(-1)
+        chosen_NLK[path_T[new_T]] = chosen_TLK[new_T]
     differs_N[: 0 if stem_SLK is None else len(stem_SLK)] = False
     return Routes(chosen_NLK=chosen_NLK, rows_N=rows_N, differing=int(differs_N.sum()))
 

@@ -71,11 +71,13 @@ class RouterRecord:
         """Add up the records of the ranks of a group, each of some of the tokens of a pass."""
         mass_ME = added_up(torch.stack(list(self.mass.values())), group, "probabilities of experts")
         load_ME = torch.stack(list(self.load.values()))
-        counts = torch.stack([load_ME.new_tensor(float(count)) for count in (self.agreed, self.replayed)])
-        totals = added_up(torch.cat([load_ME.flatten(), counts]), group, "loads of experts")
+        replay_counts = torch.stack(
+            [load_ME.new_tensor(float(replay_count)) for replay_count in (self.agreed, self.replayed)]
+        )
+        joined_counts = added_up(torch.cat([load_ME.flatten(), replay_counts]), group, "loads of experts")
         self.mass = dict(zip(self.mass, mass_ME.unbind(), strict=True))
-        self.load = dict(zip(self.load, totals[:-2].view_as(load_ME).unbind(), strict=True))
-        self.agreed, self.replayed = totals[-2:].unbind()
+        self.load = dict(zip(self.load, joined_counts[:-2].view_as(load_ME).unbind(), strict=True))
+        self.agreed, self.replayed = joined_counts[-2:].unbind()
 
     def begin(self, stem: RouterRecord, rows: Tensor) -> None:
         """Add the record of the pass's stem, in which each token counts once, for the `rows` rows that have it."""
@@ -104,8 +106,8 @@ def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> 
 @contextmanager
 def listening(of: Routers | None) -> Generator[RouterRecord | None]:
     """Inside, what these routers say of tokens with routes is heard; not what a backward pass computes again."""
-    with nullcontext() if of is None else of.listening() as heard:
-        yield heard
+    with nullcontext() if of is None else of.listening() as router_record:
+        yield router_record
 
 
 class Routers:
@@ -117,36 +119,44 @@ class Routers:
         self._heard: RouterRecord | None = None
         self._gates: list[tuple[int, nn.Module]] = []
         self._layers = _layers(module)
-        for number, layer in enumerate(self._layers):
-            for block in _mixtures(layer):
-                if gate := next((part for name, part in block.named_children() if name in _ROUTERS), None):
-                    self._gates.append((number, gate))
-        mixed = tuple(number for number, _ in self._gates)
-        self.shape = ExpertShape(layers=len(self._layers), mixed=mixed, experts=0, per_token=0)
+        for layer_index, decoder_layer in enumerate(self._layers):
+            for mixture_block in _mixtures(decoder_layer):
+                if router_module := next(
+                    (
+                        child_module
+                        for child_name, child_module in mixture_block.named_children()
+                        if child_name in _ROUTERS
+                    ),
+                    None,
+                ):
+                    self._gates.append((layer_index, router_module))
+        mixture_layers = tuple(layer_index for layer_index, _ in self._gates)
+        self.shape = ExpertShape(layers=len(self._layers), mixed=mixture_layers, experts=0, per_token=0)
         self.probable = False
 
     def hook(self, run: Callable[[Routes], object], tokens: int) -> str | None:
         """Put the hooks in, and try them. Returns why they do not work, if so: then no pass may have routes."""
-        if len(self._gates) != sum(bool(_mixtures(layer)) for layer in self._layers):
+        if len(self._gates) != sum(bool(_mixtures(decoder_layer)) for decoder_layer in self._layers):
             return "a layer has experts, and no router beside them"
-        for layer in self._layers:
-            layer.register_forward_pre_hook(_eager(self._enter), with_kwargs=True)
-        for mixture, (number, gate) in enumerate(self._gates):
-            setattr(gate, "forward", _eager(partial(self._forward, mixture, number, gate.forward)))  # noqa: B010
+        for decoder_layer in self._layers:
+            decoder_layer.register_forward_pre_hook(_eager(self._enter), with_kwargs=True)
+        for mixture, (layer_index, router_module) in enumerate(self._gates):
+            forward = partial(self._forward, mixture, layer_index, router_module.forward)
+            setattr(router_module, "forward", _eager(forward))  # noqa: B010
         rows_T = torch.ones(tokens, dtype=torch.int32, device=next(self._layers[0].parameters()).device)
-        with self.listening() as heard:
+        with self.listening() as router_record:
             try:
                 run(Routes(chosen_NLK=None, rows_N=rows_T))
-            except TypeError as error:  # it takes no further arguments
-                return next(iter(str(error).splitlines()), "TypeError")
+            except TypeError as argument_error:  # it takes no further arguments
+                return next(iter(str(argument_error).splitlines()), "TypeError")
         # Tried, and not looked up in the configuration: the number of `topk` calls and what they are over show
         # whether a replay would do what it says.
-        sizes = {(len(load_E), int(load_E.sum()) // tokens) for load_E in heard.load.values()}
-        if len(heard.load) != len(self._gates) or len(sizes) != 1:
+        expert_sizes = {(len(load_E), int(load_E.sum()) // tokens) for load_E in router_record.load.values()}
+        if len(router_record.load) != len(self._gates) or len(expert_sizes) != 1:
             return f"{type(self._gates[0][1]).__name__} does not choose experts by one topk"
-        ((experts, per_token),) = sizes
-        self.shape = replace(self.shape, experts=experts, per_token=per_token)
-        self.probable = all(abs(float(mass_E.sum()) / tokens - 1) < _ROUNDING for mass_E in heard.mass.values())
+        ((expert_count, per_token),) = expert_sizes
+        self.shape = replace(self.shape, experts=expert_count, per_token=per_token)
+        self.probable = all(abs(float(mass_E.sum()) / tokens - 1) < _ROUNDING for mass_E in router_record.mass.values())
         return None
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -156,34 +166,36 @@ class Routers:
         # have begun.
         self._routes = kwargs.get("routes")
         # Taken out here: the attention below refuses arguments that it does not know.
-        return args, {name: argument for name, argument in kwargs.items() if name != "routes"}
+        return args, {
+            argument_name: argument for argument_name, argument in kwargs.items() if argument_name != "routes"
+        }
 
     def _forward(self, at: int, layer: int, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        routes = self._routes
-        if routes is None:
+        pass_routes = self._routes
+        if pass_routes is None:
             return forward(*inputs, **named)
-        chosen_NLK = routes.chosen_NLK
-        with _Choosing(None if chosen_NLK is None else chosen_NLK[:, layer].long()) as choosing:
-            output = forward(*inputs, **named)
-        if len(choosing.seen) == 1:
-            scores_TE, index_TK, best_TK = choosing.seen[0]
-            with nullcontext() if routes.pull_ME is not None else torch.no_grad():
+        chosen_NLK = pass_routes.chosen_NLK
+        with _Choosing(None if chosen_NLK is None else chosen_NLK[:, layer].long()) as expert_choice:
+            router_output = forward(*inputs, **named)
+        if len(expert_choice.seen) == 1:
+            scores_TE, index_TK, best_TK = expert_choice.seen[0]
+            with nullcontext() if pass_routes.pull_ME is not None else torch.no_grad():
                 # Outside of "is anybody listening": a backward pass that computes the layer again must build the same
                 # graph, or its saved tensors do not match.
-                mass_E = (routes.rows_N[:, None] * scores_TE.float()).sum(0)  # also where a backward pass recomputes it
+                mass_E = (pass_routes.rows_N[:, None] * scores_TE.float()).sum(0)
             if self._heard is not None:
                 self._heard.mass[at] = self._heard.mass[at] + mass_E if at in self._heard.mass else mass_E
-                self._heard.add(at, index_TK, best_TK, len(mass_E), routes)
-        return output
+                self._heard.add(at, index_TK, best_TK, len(mass_E), pass_routes)
+        return router_output
 
     @contextmanager
     def listening(self) -> Generator[RouterRecord]:
         """See `listening`. A recording inside another one is not part of the outer one."""
-        outer, self._heard = self._heard, (heard := RouterRecord())
+        outer_record, self._heard = self._heard, (inner_record := RouterRecord())
         try:
-            yield heard
+            yield inner_record
         finally:
-            self._heard, self._routes = outer, None
+            self._heard, self._routes = outer_record, None
 
     def join(self, group: Any) -> None:
         """Add up the records after a pass whose tokens the ranks of a group shared: each has that of all tokens
@@ -198,12 +210,12 @@ class Routers:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, GradientCheckpointingLayer)]
 
 
 def _mixtures(layer: nn.Module) -> list[nn.Module]:
     """The parts of a layer that have experts."""
-    return [part for part in layer.modules() if "experts" in dict(part.named_children())]
+    return [submodule for submodule in layer.modules() if "experts" in dict(submodule.named_children())]
 
 
 class _Choosing(TorchFunctionMode):
@@ -216,15 +228,15 @@ class _Choosing(TorchFunctionMode):
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        function_result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
-            return result
+            return function_result
         scores_TE: Tensor = args[0]
-        index_TK = best_TK = cast(Tensor, result.indices)
+        index_TK = best_TK = cast(Tensor, function_result.indices)
         if self._chosen_TK is not None:
             index_TK = torch.where(self._chosen_TK < 0, best_TK, self._chosen_TK)
             # The current scores of the replayed experts: the weight of each is the learner's own, so that gradients
             # reach the router; only the choice is the engine's.
-            result = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
+            function_result = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
         self.seen.append((scores_TE, index_TK, best_TK))
-        return result
+        return function_result

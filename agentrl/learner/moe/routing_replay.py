@@ -60,13 +60,13 @@ class RoutingSummary:
 def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> None:
     """Raises ModelError if the engine's experts are to be replayed by a model that cannot, which would show nowhere, or
     if a model has no load that could be evened. `routed`: experts are journaled."""
-    for model in policies:
-        if model.routers is None and routed:
-            hint = "it is no mixture whose experts can be replayed: set engine.routed_experts = false"
-            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
-        if train.balance_weight and not (model.routers and model.routers.probable):
-            hint = "it has no routers that choose by a softmax over all experts: set train.balance_weight = 0"
-            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
+    for policy_model in policies:
+        if policy_model.routers is None and routed:
+            correction = "it is no mixture whose experts can be replayed: set engine.routed_experts = false"
+            raise ModelError(f"the model in {str(policy_model.folder)!r}: {correction}")
+        if train.balance_weight and not (policy_model.routers and policy_model.routers.probable):
+            correction = "it has no routers that choose by a softmax over all experts: set train.balance_weight = 0"
+            raise ModelError(f"the model in {str(policy_model.folder)!r}: {correction}")
 
 
 def routed(of: RouterRecord) -> Routed:
@@ -81,24 +81,24 @@ def routed(of: RouterRecord) -> Routed:
 def prepared(packs: Sequence[Pack], routers_of: RoutersOf, routed_experts: bool | Literal["required"]) -> list[Pack]:
     """The passes with routes that their policies can replay; without any where these are no mixtures. Raises RunFailed
     for a token that is not journaled if every one has to be replayed."""
-    ready: list[Pack] = []
+    prepared_packs: list[Pack] = []
     for pack in packs:
-        routers, routes = routers_of(pack), pack.routes
-        if routers is None or routes is None:
-            ready.append(replace(pack, routes=None))
+        policy_routers, routes = routers_of(pack), pack.routes
+        if policy_routers is None or routes is None:
+            prepared_packs.append(replace(pack, routes=None))
         elif not routed_experts:
-            ready.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
+            prepared_packs.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
         else:
-            ready.append(replace(pack, routes=fitted(routes, routers.shape)))
-    needed = sum(int(pack.routes.rows_N.sum()) for pack in ready if pack.routes)
-    lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in ready if (routes := pack.routes))
+            prepared_packs.append(replace(pack, routes=fitted(routes, policy_routers.shape)))
+    needed_count = sum(int(pack.routes.rows_N.sum()) for pack in prepared_packs if pack.routes)
+    lacking_count = sum(int(routes.rows_N[~known(routes)].sum()) for pack in prepared_packs if (routes := pack.routes))
     # Before anything of the step is computed: half a step trained with other experts could not be taken back.
-    if routed_experts == "required" and lacking:
+    if routed_experts == "required" and lacking_count:
         raise RunFailed(
-            f"engine.routed_experts = 'required', and {lacking} of {needed} tokens have no journaled experts that the "
-            "model has: none of them was trained; go on with --set engine.routed_experts=true"
+            f"engine.routed_experts = 'required', and {lacking_count} of {needed_count} tokens have no journaled "
+            "experts that the model has: none of them was trained; go on with --set engine.routed_experts=true"
         )
-    return ready
+    return prepared_packs
 
 
 def pulled(
@@ -106,61 +106,79 @@ def pulled(
 ) -> list[Pack]:
     """The passes of an update with their shares of the balance loss, which each policy has for itself. Which experts
     compute a token is known beforehand where all are replayed; else it is `heard_in` a pass ahead."""
-    places = {pack.policy: [place for place, other in enumerate(part) if other.policy == pack.policy] for pack in part}
-    updated = list(part)
-    for of_policy in places.values() if weight else ():
-        routed = [
-            (place, routers, routes)
-            for place in of_policy
-            if (routers := routers_of(part[place])) and (routes := part[place].routes)
+    places_by_policy = {
+        pack.policy: [pack_index for pack_index, other in enumerate(part) if other.policy == pack.policy]
+        for pack in part
+    }
+    updated_packs = list(part)
+    for policy_places in places_by_policy.values() if weight else ():
+        routed_packs = [
+            (pack_index, routers, routes)
+            for pack_index in policy_places
+            if (routers := routers_of(part[pack_index])) and (routes := part[pack_index].routes)
         ]
-        loads = {place: load(routes, routers.shape) for place, routers, routes in routed if _all_known(routes)}
-        unheard = [place for place, *_ in routed if place not in loads]
-        if unheard:
-            loads |= {
-                place: replay.load_ME
-                for place, replay in zip(unheard, heard_in([part[place] for place in unheard]), strict=True)
+        known_loads = {
+            pack_index: load(routes, routers.shape)
+            for pack_index, routers, routes in routed_packs
+            if _all_known(routes)
+        }
+        unheard_places = [pack_index for pack_index, *_ in routed_packs if pack_index not in known_loads]
+        if unheard_places:
+            known_loads |= {
+                pack_index: routed_pass.load_ME
+                for pack_index, routed_pass in zip(
+                    unheard_places, heard_in([part[pack_index] for pack_index in unheard_places]), strict=True
+                )
             }
-        for place, routers, routes in routed:
-            load_ME = torch.stack([counts.to(routes.rows_N.device) for counts in loads.values()]).sum(0)
-            tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
+        for pack_index, routers, routes in routed_packs:
+            load_ME = torch.stack([counts_ME.to(routes.rows_N.device) for counts_ME in known_loads.values()]).sum(0)
+            token_count = sum(int(routes.rows_N.sum()) for *_, routes in routed_packs)
             # Over tokens of the whole update, of all passes and ranks: f and P are both divided by T, hence the
             # square. In float64 up to here, since T is millions.
-            scale = weight * routers.shape.experts / len(load_ME) / tokens**2
-            updated[place] = replace(part[place], routes=replace(routes, pull_ME=(scale * load_ME).float()))
-    return updated
+            balance_scale = weight * routers.shape.experts / len(load_ME) / token_count**2
+            updated_packs[pack_index] = replace(
+                part[pack_index], routes=replace(routes, pull_ME=(balance_scale * load_ME).float())
+            )
+    return updated_packs
 
 
 def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, replays: bool) -> RoutingSummary | None:
     """Summarise some passes and their routers' choices; None if there was no mixture. No token counts as missing if
     replay is off and none has experts."""
-    mixed = [(pack, pack.routes, seen) for pack, seen in zip(packs, passes, strict=True) if pack.routes and seen]
-    if not mixed:
+    mixed_passes = [
+        (pack, pack.routes, routed_pass)
+        for pack, routed_pass in zip(packs, passes, strict=True)
+        if pack.routes and routed_pass
+    ]
+    if not mixed_passes:
         return None
-    ratios: list[Tensor] = []  # the load of experts by the mean of their layer
+    load_ratios: list[Tensor] = []  # the load of experts by the mean of their layer
     balances: list[Tensor] = []
-    for policy in dict.fromkeys(pack.policy for pack, *_ in mixed):
-        of_policy = [(routes, seen) for pack, routes, seen in mixed if pack.policy == policy]
+    for policy in dict.fromkeys(pack.policy for pack, *_ in mixed_passes):
+        policy_passes = [(routes, routed_pass) for pack, routes, routed_pass in mixed_passes if pack.policy == policy]
         load_ME, mass_ME = (
-            sum(seen.load_ME for _, seen in of_policy),
-            sum(seen.mass_ME.double() for _, seen in of_policy),
+            sum(routed_pass.load_ME for _, routed_pass in policy_passes),
+            sum(routed_pass.mass_ME.double() for _, routed_pass in policy_passes),
         )
         assert isinstance(load_ME, Tensor) and isinstance(mass_ME, Tensor)
-        tokens, experts = sum(int(routes.rows_N.sum()) for routes, _ in of_policy), load_ME.shape[1]
-        ratios += (load_ME / load_ME.mean(1, keepdim=True).clamp(min=1)).unbind()
-        balances += (experts * (load_ME * mass_ME).sum(1) / max(tokens, 1) ** 2).unbind()
-    replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)
-    needed = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed)
-    compared = sum(float(seen.replayed) for *_, seen in mixed)
+        token_count = sum(int(routes.rows_N.sum()) for routes, _ in policy_passes)
+        expert_count = load_ME.shape[1]
+        load_ratios += (load_ME / load_ME.mean(1, keepdim=True).clamp(min=1)).unbind()
+        balances += (expert_count * (load_ME * mass_ME).sum(1) / max(token_count, 1) ** 2).unbind()
+    replayed_count = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed_passes)
+    needed_count = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed_passes)
+    compared_count = sum(float(routed_pass.replayed) for *_, routed_pass in mixed_passes)
     return RoutingSummary(
-        replayed=replayed,
-        missing=needed - replayed if replays or replayed else 0,
-        differing=sum(routes.differing for _, routes, _ in mixed),
-        agreement=sum(float(seen.agreed) for *_, seen in mixed) / compared if compared else None,
+        replayed=replayed_count,
+        missing=needed_count - replayed_count if replays or replayed_count else 0,
+        differing=sum(routes.differing for _, routes, _ in mixed_passes),
+        agreement=sum(float(routed_pass.agreed) for *_, routed_pass in mixed_passes) / compared_count
+        if compared_count
+        else None,
         balance=float(torch.stack(balances).mean()),
-        load_max=max(float(ratio_E.max()) for ratio_E in ratios),
-        load_mean=sum(float(ratio_E.max()) for ratio_E in ratios) / len(ratios),
-        unused=sum(int((ratio_E == 0).sum()) for ratio_E in ratios) / sum(map(len, ratios)),
+        load_max=max(float(ratio_E.max()) for ratio_E in load_ratios),
+        load_mean=sum(float(ratio_E.max()) for ratio_E in load_ratios) / len(load_ratios),
+        unused=sum(int((ratio_E == 0).sum()) for ratio_E in load_ratios) / sum(map(len, load_ratios)),
     )
 
 

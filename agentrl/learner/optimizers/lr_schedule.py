@@ -14,8 +14,12 @@ def lr_share(train: Train, step: int) -> float:
         # at the full rate.
         return step / (train.warmup_steps + 1)
     # A decay to 0 reaches it in the step after the last: a step at a rate of 0 would train nothing.
-    last = train.steps - train.warmup_steps - (1 if train.lr_min else 0)
-    done = min(step - train.warmup_steps - 1, train.steps - train.warmup_steps - 1) / max(1, last)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    least = train.lr_min / train.lr
-    return least + (1.0 - least) * decay[train.lr_schedule]
+    decay_steps = train.steps - train.warmup_steps - (1 if train.lr_min else 0)
+    decayed_share = min(step - train.warmup_steps - 1, train.steps - train.warmup_steps - 1) / max(1, decay_steps)
+    decay_by_schedule = {
+        "constant": 1.0,
+        "linear": 1.0 - decayed_share,
+        "cosine": (1.0 + math.cos(math.pi * decayed_share)) / 2,
+    }
+    least_share = train.lr_min / train.lr
+    return least_share + (1.0 - least_share) * decay_by_schedule[train.lr_schedule]

@@ -22,8 +22,8 @@ def give(parameter: nn.Parameter, whole: Tensor | None) -> None:
     """Make a trained parameter one of `whole`, its master, if there is one; its gradient is float32. Raises ConfigError
     if this torch cannot."""
     if not hasattr(parameter, "grad_dtype"):
-        hint = f"torch {torch.__version__} has no gradients wider than weights: pip install --upgrade torch"
-        raise ConfigError("train.weights", "bfloat16_alone" if whole is None else "bfloat16", hint)
+        correction = f"torch {torch.__version__} has no gradients wider than weights: pip install --upgrade torch"
+        raise ConfigError("train.weights", "bfloat16_alone" if whole is None else "bfloat16", correction)
     # Gradients of several passes are added up in it: in bfloat16 the later ones would vanish in the sum.
     setattr(parameter, "grad_dtype", torch.float32)  # noqa: B010  (torch leaves it untyped)
     # On the parameter itself: whoever has the parameter has its master, without a table that would have to be handed
@@ -33,21 +33,23 @@ def give(parameter: nn.Parameter, whole: Tensor | None) -> None:
 
 def master(parameter: Tensor) -> Tensor:
     """The float32 numbers of a parameter: most are their own."""
-    exact = getattr(parameter, "_master", None)
-    return parameter if exact is None else exact
+    own_master = getattr(parameter, "_master", None)
+    return parameter if own_master is None else own_master
 
 
 def move(module: nn.Module) -> None:
     """Bring masters to where their parameters are."""
     for parameter in module.parameters():
-        if (exact := master(parameter)) is not parameter:
-            give(parameter, exact.to(parameter.device))
+        if (own_master := master(parameter)) is not parameter:
+            give(parameter, own_master.to(parameter.device))
 
 
 def masters(module: nn.Module) -> dict[str, Tensor]:
     """The masters of a module's parameters, by name."""
     return {
-        name: master(parameter) for name, parameter in module.named_parameters() if master(parameter) is not parameter
+        parameter_name: master(parameter)
+        for parameter_name, parameter in module.named_parameters()
+        if master(parameter) is not parameter
     }
 
 
@@ -60,5 +62,5 @@ def state(module: nn.Module) -> dict[str, Any]:
 def load(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Load what `state` returned, of a module with masters or without. Raises RuntimeError if it does not fit."""
     load_state_dict(module, whole)
-    for name, tensor in masters(module).items():
-        tensor.copy_(whole[name])
+    for parameter_name, own_master in masters(module).items():
+        own_master.copy_(whole[parameter_name])

@@ -37,8 +37,8 @@ class Parking:
         # Ids of objects that the optimizer and the models hold for as long as they are listed here: none is freed and
         # given to another tensor meanwhile.
         self._begun: set[int] = set()  # ids of tensors whose copies to host memory have begun
-        cuda = self._device.type == "cuda"
-        self._beside = torch.cuda.Stream(self._device) if cuda else None
+        is_on_gpu = self._device.type == "cuda"
+        self._beside = torch.cuda.Stream(self._device) if is_on_gpu else None
         self._rest_back: Any = None  # an event of the device
         for optimizer in models.optimizers.values():
             optimizer.register_step_pre_hook(self._before_an_update)
@@ -47,8 +47,8 @@ class Parking:
     def begin(self) -> None:
         """Begin to copy what changes in updates alone, of which no more come: weights may still be read."""
         self._follow()
-        for tensor in self._mine(self._of_optimizers()):
-            self._copy_out(tensor)
+        for device_tensor in self._mine(self._of_optimizers()):
+            self._copy_out(device_tensor)
 
     @torch.no_grad()
     def leave(self) -> None:
@@ -56,38 +56,40 @@ class Parking:
         if self._away:
             return
         self._follow()
-        away = list(self._mine([*self._of_optimizers(), *self._of_models()]))
-        for tensor in away:
-            self._copy_out(tensor)
+        leaving_tensors = list(self._mine([*self._of_optimizers(), *self._of_models()]))
+        for leaving_tensor in leaving_tensors:
+            self._copy_out(leaving_tensor)
         if self._beside is not None:
             # Before a tensor is pointed at its copy: the copies are asynchronous, and the device's memory is given
             # away right after.
             self._beside.synchronize()
-        for tensor in away:
-            tensor.data = self._places[id(tensor)]
-        self._away, self._begun = away, set()
-        self._places = {id(tensor): self._places[id(tensor)] for tensor in away}
-        self.bytes = sum(tensor.nbytes for tensor in away)
+        for leaving_tensor in leaving_tensors:
+            leaving_tensor.data = self._places[id(leaving_tensor)]
+        self._away, self._begun = leaving_tensors, set()
+        self._places = {id(leaving_tensor): self._places[id(leaving_tensor)] for leaving_tensor in leaving_tensors}
+        self.bytes = sum(leaving_tensor.nbytes for leaving_tensor in leaving_tensors)
         if self._beside is not None:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
     def back(self) -> None:
         """Come back: weights are there at once, for what comes next on the device, and the rest before an update."""
-        weight_ids = {id(tensor) for tensor in (*self._of_models(), *self._models.masters())}
+        weight_ids = {id(host_tensor) for host_tensor in (*self._of_models(), *self._models.masters())}
         # Weights first: the forward pass needs them at once, moments not before the first update, by when they have
         # come in the background.
-        ordered = sorted(self._away, key=lambda tensor: id(tensor) not in weight_ids)
-        here = [torch.empty_like(tensor, device=self._device) for tensor in ordered]
+        ordered_tensors = sorted(self._away, key=lambda tensor: id(tensor) not in weight_ids)
+        device_tensors = [torch.empty_like(host_tensor, device=self._device) for host_tensor in ordered_tensors]
         self._follow()
-        weights = sum(id(tensor) in weight_ids for tensor in ordered)
-        for part in (slice(0, weights), slice(weights, None)):
+        weight_count = sum(id(host_tensor) in weight_ids for host_tensor in ordered_tensors)
+        for tensor_slice in (slice(0, weight_count), slice(weight_count, None)):
             with self._on_the_side():
-                for tensor, place in zip(ordered[part], here[part], strict=True):
-                    place.copy_(tensor, non_blocking=True)
-                    tensor.data = place
+                for host_tensor, device_tensor in zip(
+                    ordered_tensors[tensor_slice], device_tensors[tensor_slice], strict=True
+                ):
+                    device_tensor.copy_(host_tensor, non_blocking=True)
+                    host_tensor.data = device_tensor
             self._rest_back = None if self._beside is None else self._beside.record_event()
-            if part.start == 0:
+            if tensor_slice.start == 0:
                 self._wait()
         self._away = []
         if self._beside is None:
@@ -96,32 +98,41 @@ class Parking:
     def _mine(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors on the device that are large enough to move, each once. A tensor that shares its memory
         frees none, and stays."""
-        seen = set[int]()
-        for tensor in tensors:
+        yielded_ids = set[int]()
+        for candidate in tensors:
             # Only if the tensor is all of its storage: to move one of two views would free nothing and tear them
             # apart.
-            is_worth_moving = tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least
-            if is_worth_moving and tensor.device.type == self._device.type and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+            is_worth_moving = candidate.untyped_storage().nbytes() == candidate.nbytes >= self._least
+            if is_worth_moving and candidate.device.type == self._device.type and id(candidate) not in yielded_ids:
+                yielded_ids.add(id(candidate))
+                yield candidate
 
     def _of_models(self) -> list[Tensor]:
-        return [tensor for tensors in self._models.held() for tensor in tensors]
+        return [model_tensor for model_tensors in self._models.held() for model_tensor in model_tensors]
 
     def _of_optimizers(self) -> list[Tensor]:
-        states = [state for optimizer in self._models.optimizers.values() for state in optimizer.state.values()]
-        moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        parameter_states = [
+            parameter_state
+            for optimizer in self._models.optimizers.values()
+            for parameter_state in optimizer.state.values()
+        ]
+        moments = [
+            state_value
+            for parameter_state in parameter_states
+            for state_value in parameter_state.values()
+            if isinstance(state_value, Tensor)
+        ]
         return [*moments, *self._models.masters()]
 
     def _copy_out(self, tensor: Tensor) -> None:
         if id(tensor) in self._begun:
             return
-        place = self._places.get(id(tensor))
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            place = torch.empty_like(tensor, device="cpu", pin_memory=self._beside is not None)
+        host_tensor = self._places.get(id(tensor))
+        if host_tensor is None or host_tensor.shape != tensor.shape or host_tensor.dtype != tensor.dtype:
+            host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=self._beside is not None)
         with self._on_the_side():
-            place.copy_(tensor, non_blocking=True)
-        self._places[id(tensor)] = place
+            host_tensor.copy_(tensor, non_blocking=True)
+        self._places[id(tensor)] = host_tensor
         self._begun.add(id(tensor))
 
     def _on_the_side(self) -> AbstractContextManager[object]:

@@ -60,24 +60,32 @@ def make(
     that are no matrices, whatever their dimensions: see `agentrl.learner.optimizers.parameter_roles`. Raises
     ConfigError if the optimizer is not installed."""
     # Ids of masters, since these are what the optimizer sees: sets of ids of the parameters would match none of them.
-    wholes = [cast(nn.Parameter, master(parameter)) for parameter in parameters]
+    master_parameters = [cast(nn.Parameter, master(parameter)) for parameter in parameters]
     outer, vectors = (
-        {id(whole) for parameter, whole in zip(parameters, wholes, strict=True) if id(parameter) in ids}
-        for ids in (outer, vectors)
+        {
+            id(master_parameter)
+            for parameter, master_parameter in zip(parameters, master_parameters, strict=True)
+            if id(parameter) in parameter_ids
+        }
+        for parameter_ids in (outer, vectors)
     )
-    matrices = {id(whole) for whole in wholes if whole.dim() > 1 and id(whole) not in vectors}
-    base = _of(train, wholes, lr, outer, matrices)
+    matrix_ids = {
+        id(master_parameter)
+        for master_parameter in master_parameters
+        if master_parameter.dim() > 1 and id(master_parameter) not in vectors
+    }
+    base_optimizer = _of(train, master_parameters, lr, outer, matrix_ids)
     if not train.offload_optimizer and all(parameter.dtype == torch.float32 for parameter in parameters):
-        return base
-    return ParameterwiseOptimizer(parameters, base, offload=train.offload_optimizer)
+        return base_optimizer
+    return ParameterwiseOptimizer(parameters, base_optimizer, offload=train.offload_optimizer)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's, so that it compiles once
-            group["lr"].fill_(lr)
+    for parameter_group in optimizer.param_groups:
+        if isinstance(parameter_group["lr"], Tensor):  # torchao's, so that it compiles once
+            parameter_group["lr"].fill_(lr)
         else:
-            group["lr"] = lr
+            parameter_group["lr"] = lr
 
 
 def lr_of(optimizer: Optimizer) -> float:
@@ -89,21 +97,36 @@ def _decayed(parameters: Sequence[nn.Parameter], decay: float, matrices: Collect
     which a checkpoint knows them."""
     # Runs of neighbours, and not two groups: a checkpoint numbers parameters by their order over all groups, and two
     # groups would renumber them whenever decay is switched on.
-    runs = groupby(parameters, key=lambda one: decay if id(one) in matrices else 0.0)
-    return [{"params": list(run), "weight_decay": weight_decay} for weight_decay, run in runs]
+    decay_runs = groupby(parameters, key=lambda one: decay if id(one) in matrices else 0.0)
+    return [{"params": list(neighbours), "weight_decay": weight_decay} for weight_decay, neighbours in decay_runs]
 
 
 def regrouped(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """A saved state of the same parameters, with the groups that the optimizer has now: it may have had another weight
     decay, or be of an agentrl whose decay reached vectors."""
-    groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    of = {number: group for group in saved_groups for number in group["params"]}
-    if [len(group["params"]) for group in groups] == [len(group["params"]) for group in saved_groups]:
+    current_groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    group_of_parameter = {
+        parameter_index: parameter_group
+        for parameter_group in saved_groups
+        for parameter_index in parameter_group["params"]
+    }
+    if [len(parameter_group["params"]) for parameter_group in current_groups] == [
+        len(parameter_group["params"]) for parameter_group in saved_groups
+    ]:
         return saved
-    if of.keys() != {number for group in groups for number in group["params"]}:
+    if group_of_parameter.keys() != {
+        parameter_index for parameter_group in current_groups for parameter_index in parameter_group["params"]
+    }:
         return saved
-    keys = ("params", "weight_decay")
-    return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in keys} for group in groups]}
+    kept_settings = ("params", "weight_decay")
+    return {
+        **saved,
+        "param_groups": [
+            group_of_parameter[parameter_group["params"][0]]
+            | {setting_name: parameter_group[setting_name] for setting_name in kept_settings}
+            for parameter_group in current_groups
+        ],
+    }
 
 
 def _of(
@@ -111,47 +134,55 @@ def _of(
 ) -> Optimizer:
     """The optimizer of float32 `parameters`, of which `matrices` decay and, but for the `outer` ones, have updates by
     Muon."""
-    decay = train.weight_decay
+    weight_decay = train.weight_decay
     if train.optimizer == "sgd":
-        return torch.optim.SGD(_decayed(parameters, decay, matrices), lr=lr)
+        return torch.optim.SGD(_decayed(parameters, weight_decay, matrices), lr=lr)
     if train.optimizer == "adamw8bit":
-        return _eight_bit()(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
+        return _eight_bit()(_decayed(parameters, weight_decay, matrices), lr=lr, betas=train.betas)
     if train.optimizer == "muon":
-        inner = [
+        muon_matrices = [
             parameter
             for parameter in parameters
             # Fused experts have three dimensions: Newton-Schulz would make the stack orthogonal, and not each expert.
             if parameter.dim() == 2 and id(parameter) in matrices and id(parameter) not in outer
         ]
-        others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in inner)]
-        parts: list[Optimizer] = []
-        if inner:
+        other_parameters = [
+            parameter for parameter in parameters if all(parameter is not muon_matrix for muon_matrix in muon_matrices)
+        ]
+        part_optimizers: list[Optimizer] = []
+        if muon_matrices:
             # Scaled to AdamW's update size (Liu et al. 2025), so that `train.lr` means the same for both, and for the
             # embeddings that AdamW updates beside it.
-            rule = {"weight_decay": decay, "momentum": _MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
-            parts.append(_muon(over=is_sharded(inner[0]))(inner, lr=lr, **rule))
-        if others:
-            parts.append(torch.optim.AdamW(_decayed(others, decay, matrices), lr=lr, betas=train.betas))
-        return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
-    return torch.optim.AdamW(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
+            muon_settings = {
+                "weight_decay": weight_decay,
+                "momentum": _MUON_MOMENTUM,
+                "adjust_lr_fn": "match_rms_adamw",
+            }
+            part_optimizers.append(_muon(over=is_sharded(muon_matrices[0]))(muon_matrices, lr=lr, **muon_settings))
+        if other_parameters:
+            part_optimizers.append(
+                torch.optim.AdamW(_decayed(other_parameters, weight_decay, matrices), lr=lr, betas=train.betas)
+            )
+        return part_optimizers[0] if len(part_optimizers) == 1 else CombinedOptimizer(part_optimizers)
+    return torch.optim.AdamW(_decayed(parameters, weight_decay, matrices), lr=lr, betas=train.betas)
 
 
 def _muon(*, over: bool) -> Any:
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        hint = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
-        raise ConfigError("train.optimizer", "muon", hint)
+    muon_class = getattr(torch.optim, "Muon", None)
+    if muon_class is None:
+        correction = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
+        raise ConfigError("train.optimizer", "muon", correction)
     if over:
         return Muon
-    return muon
+    return muon_class
 
 
 def _eight_bit() -> Any:
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore
-    except ImportError as error:
-        hint = f"it needs torchao: {install_command('adamw8bit')}, or give adamw"
-        raise ConfigError("train.optimizer", "adamw8bit", hint) from error
+    except ImportError as import_error:
+        correction = f"it needs torchao: {install_command('adamw8bit')}, or give adamw"
+        raise ConfigError("train.optimizer", "adamw8bit", correction) from import_error
     compile_cache.choose()
     return AdamW8bit
 
@@ -161,20 +192,22 @@ class CombinedOptimizer(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        super().__init__(
+            [parameter_group for part_optimizer in parts for parameter_group in part_optimizer.param_groups], {}
+        )
         self._share()
 
     def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for part in self.parts:
+        shared_groups = iter(self.param_groups)
+        for part_optimizer in self.parts:
             # One dictionary for all parts: a checkpoint then is that of a single optimizer, whatever it consists of.
-            part.state = self.state
-            part.param_groups = [next(groups) for _ in part.param_groups]
+            part_optimizer.state = self.state
+            part_optimizer.param_groups = [next(shared_groups) for _ in part_optimizer.param_groups]
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         del closure
-        for part in self.parts:
-            part.step()
+        for part_optimizer in self.parts:
+            part_optimizer.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -191,7 +224,7 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         """`base` is the optimizer of the parameters' float32 numbers."""
         super().__init__(base.parts if isinstance(base, CombinedOptimizer) else [base])
         self.parameters, self.offload = list(parameters), offload
-        self._at = {id(master(parameter)): number for number, parameter in enumerate(self.parameters)}
+        self._at = {id(master(parameter)): parameter_index for parameter_index, parameter in enumerate(self.parameters)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
@@ -204,76 +237,108 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         # In a group, since groups are saved: the random rounding after a restart goes on with the numbers that would
         # have come.
         self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
-        for part in self.parts:
-            groups = part.param_groups
-            for group in groups:
-                wholes, part.param_groups = group["params"], [group]
+        for part_optimizer in self.parts:
+            part_groups = part_optimizer.param_groups
+            for parameter_group in part_groups:
+                group_masters, part_optimizer.param_groups = parameter_group["params"], [parameter_group]
                 try:
-                    for some in self._rounds(part, wholes):
-                        self._update(part, group, some)
+                    for round_masters in self._rounds(part_optimizer, group_masters):
+                        self._update(part_optimizer, parameter_group, round_masters)
                 finally:
-                    group["params"], part.state, part.param_groups = wholes, self.state, groups
+                    parameter_group["params"], part_optimizer.state, part_optimizer.param_groups = (
+                        group_masters,
+                        self.state,
+                        part_groups,
+                    )
 
     def _rounds(self, part: Optimizer, wholes: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
         """Divide `wholes` into lots that are updated together: one parameter each, or Muon's rounds over ranks."""
         together = getattr(part, "rounds", None)
         if together is not None:
             return together(wholes)
-        return [[whole] for whole in wholes if self.parameters[self._at[id(whole)]].grad is not None]
+        return [[own_master] for own_master in wholes if self.parameters[self._at[id(own_master)]].grad is not None]
 
     def _update(self, part: Optimizer, group: dict[str, Any], wholes: Sequence[Tensor]) -> None:
-        parameters = [self.parameters[self._at[id(whole)]] for whole in wholes]
-        here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, parameters, strict=True)]
-        states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, parameters, strict=True)]
+        parameters = [self.parameters[self._at[id(own_master)]] for own_master in wholes]
+        device_numbers = [
+            self._brought(own_master, parameter) for own_master, parameter in zip(wholes, parameters, strict=True)
+        ]
+        device_states = [
+            self._near(own_master, parameter.device) for own_master, parameter in zip(wholes, parameters, strict=True)
+        ]
         # The optimizer is shown one parameter at a time, with its state under that tensor. Its own code then runs
         # unchanged, and no more than one parameter's moments are on the device.
-        group["params"], part.state = here, defaultdict(dict, zip(here, states, strict=True))
+        group["params"], part.state = device_numbers, defaultdict(dict, zip(device_numbers, device_states, strict=True))
         part.step()
-        for whole, parameter, updated, state in zip(wholes, parameters, here, states, strict=True):
-            if whole is not parameter and self.offload:
-                whole.copy_(updated)
+        for own_master, parameter, updated, device_state in zip(
+            wholes, parameters, device_numbers, device_states, strict=True
+        ):
+            if own_master is not parameter and self.offload:
+                own_master.copy_(updated)
             if parameter.dtype != torch.float32:
-                seed = self.param_groups[0]["updates"], self._at[id(whole)]
-                parameter.copy_(updated if whole is not parameter else rounded(updated, parameter.dtype, seed=seed))
-            if state:
-                self._keep(whole, state, parameter.device)
+                rounding_seed = self.param_groups[0]["updates"], self._at[id(own_master)]
+                parameter.copy_(
+                    updated if own_master is not parameter else rounded(updated, parameter.dtype, seed=rounding_seed)
+                )
+            if device_state:
+                self._keep(own_master, device_state, parameter.device)
 
     def _brought(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
         """The float32 numbers of a parameter, beside it and with its gradient."""
-        moves = whole is not parameter and self.offload
-        here = whole.to(parameter.device, torch.float32, copy=moves).detach()
-        here.grad = parameter.grad
-        return here
+        is_copied = whole is not parameter and self.offload
+        device_numbers = whole.to(parameter.device, torch.float32, copy=is_copied).detach()
+        device_numbers.grad = parameter.grad
+        return device_numbers
 
     def _near(self, whole: Tensor, device: torch.device) -> dict[str, Any]:
         """A parameter's optimizer state, with its offloaded tensors copied to `device`."""
-        before = self.state.get(whole, {})
-        away = {name: value for name, value in before.items() if self.offload and _is_moved(value)}
-        return before | {name: with_shard(tensor, local(tensor).to(device, copy=True)) for name, tensor in away.items()}
+        host_state = self.state.get(whole, {})
+        host_tensors = {
+            state_name: state_value
+            for state_name, state_value in host_state.items()
+            if self.offload and _is_moved(state_value)
+        }
+        return host_state | {
+            state_name: with_shard(host_tensor, local(host_tensor).to(device, copy=True))
+            for state_name, host_tensor in host_tensors.items()
+        }
 
     def _keep(self, whole: Tensor, state: dict[str, Any], device: torch.device) -> None:
         """Remember this of a parameter on `device`: in host memory where it was before, if it was there."""
         if self.offload:
-            before, pinned = self.state.get(whole, {}), device.type == "cuda"
-            state = {name: _home(value, before.get(name), pinned=pinned) for name, value in state.items()}
+            previous_state, pins_memory = self.state.get(whole, {}), device.type == "cuda"
+            state = {
+                state_name: _home(state_value, previous_state.get(state_name), pinned=pins_memory)
+                for state_name, state_value in state.items()
+            }
         self.state[whole] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
         # Without the state: torch would bring all of it to the parameters' device at once, which offloading is there
         # to avoid.
         super().load_state_dict({**state_dict, "state": {}})
-        wholes = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, saved in state_dict["state"].items():
-            device = self.parameters[self._at[id(wholes[number])]].device
-            near = not self.offload
-            state = {name: value.to(device) if near and _is_moved(value) else value for name, value in saved.items()}
-            self._keep(wholes[number], state, device)
+        master_parameters = [
+            parameter for parameter_group in self.param_groups for parameter in parameter_group["params"]
+        ]
+        for parameter_index, saved_state in state_dict["state"].items():
+            device = self.parameters[self._at[id(master_parameters[parameter_index])]].device
+            is_on_device = not self.offload
+            placed_state = {
+                state_name: state_value.to(device) if is_on_device and _is_moved(state_value) else state_value
+                for state_name, state_value in saved_state.items()
+            }
+            self._keep(master_parameters[parameter_index], placed_state, device)
 
     def away(self) -> list[Tensor]:
         """The tensors in host memory; of sharded ones this rank's shards."""
         if not self.offload:
             return []
-        moments = [local(value) for state in self.state.values() for value in state.values() if _is_moved(value)]
+        moments = [
+            local(state_value)
+            for parameter_state in self.state.values()
+            for state_value in parameter_state.values()
+            if _is_moved(state_value)
+        ]
         return [*(master(parameter) for parameter in self.parameters if master(parameter) is not parameter), *moments]
 
 
@@ -296,10 +361,10 @@ def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Ten
     number that is carried with its probability."""
     # By update and parameter, and not from the global state: the same numbers however many parameters were updated
     # before, and after a restart. (Tuples of ints hash alike in every process.)
-    random = torch.Generator(values.device).manual_seed(hash(seed) & 0x7FFFFFFF)
-    bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=random)
-    return ((bits + noise) & -65536).view(torch.float32).to(dtype)
+    generator = torch.Generator(values.device).manual_seed(hash(seed) & 0x7FFFFFFF)
+    value_bits = values.contiguous().view(torch.int32)
+    noise_bits = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    return ((value_bits + noise_bits) & -65536).view(torch.float32).to(dtype)
 
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -318,81 +383,97 @@ class Muon(torch.optim.Muon):
     def rounds(self, matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Divide `matrices` into rounds, largest first: as many as there are ranks are updated together."""
         # By the cost of Newton-Schulz, which is that of products with the smaller side.
-        order = sorted(matrices, key=lambda one: (one.numel() * min(one.shape), one.shape), reverse=True)
-        size = distributed.get_world_size()
-        return (order[start : start + size] for start in range(0, len(order), size))
+        ordered_matrices = sorted(matrices, key=lambda one: (one.numel() * min(one.shape), one.shape), reverse=True)
+        rank_count = distributed.get_world_size()
+        return (
+            ordered_matrices[first_index : first_index + rank_count]
+            for first_index in range(0, len(ordered_matrices), rank_count)
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         del closure
-        for group in self.param_groups:
-            for some in self.rounds(_with_gradients(group["params"])):
-                self._update(group, some)
+        for parameter_group in self.param_groups:
+            for round_matrices in self.rounds(_with_gradients(parameter_group["params"])):
+                self._update(parameter_group, round_matrices)
 
     def _update(self, group: dict[str, Any], some: Sequence[Tensor]) -> None:
-        rank, size = distributed.get_rank(), distributed.get_world_size()
-        momenta = [self._momentum(matrix, group).flatten() for matrix in some]
-        sent = [len(momentum) for momentum in momenta] + [0] * (size - len(some))
-        places = _places(some[rank]) if rank < len(some) else ()
-        taken = [_size(place) for place in places] or [0] * size
-        parts = sent_to(torch.cat(momenta), sent, taken, None, "matrices to be made orthogonal").split(taken)
-        orthogonal = _orthogonal(some[rank].shape, places, parts, group) if places else momenta[0].new_empty(0)
-        back = sent_to(orthogonal, taken, sent, None, "matrices made orthogonal").split(sent)
-        for matrix, update in zip(some, back, strict=False):
-            shard = local(matrix)
-            shard.mul_(1 - group["lr"] * group["weight_decay"])
-            shard.add_(update.view(shard.shape), alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
+        own_rank, rank_count = distributed.get_rank(), distributed.get_world_size()
+        flat_momenta = [self._momentum(matrix, group).flatten() for matrix in some]
+        sent_sizes = [len(momentum) for momentum in flat_momenta] + [0] * (rank_count - len(some))
+        matrix_blocks = _places(some[own_rank]) if own_rank < len(some) else ()
+        taken_sizes = [_size(matrix_block) for matrix_block in matrix_blocks] or [0] * rank_count
+        matrix_parts = sent_to(
+            torch.cat(flat_momenta), sent_sizes, taken_sizes, None, "matrices to be made orthogonal"
+        ).split(taken_sizes)
+        orthogonal_parts = (
+            _orthogonal(some[own_rank].shape, matrix_blocks, matrix_parts, group)
+            if matrix_blocks
+            else flat_momenta[0].new_empty(0)
+        )
+        returned_updates = sent_to(orthogonal_parts, taken_sizes, sent_sizes, None, "matrices made orthogonal").split(
+            sent_sizes
+        )
+        for matrix, shard_update in zip(some, returned_updates, strict=False):
+            own_shard = local(matrix)
+            own_shard.mul_(1 - group["lr"] * group["weight_decay"])
+            own_shard.add_(
+                shard_update.view(own_shard.shape), alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
+            )
 
     def _momentum(self, one: Tensor, group: dict[str, Any]) -> Tensor:
         """Update this rank's shard of the momentum. Returns its shard of the matrix to be made orthogonal."""
-        state = self.state[one]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(one)
-        mean = local(state["momentum_buffer"])
-        grad = torch.zeros_like(mean) if one.grad is None else local(one.grad)
-        mean.lerp_(grad, 1 - group["momentum"])
-        return (grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean).bfloat16()
+        momentum_state = self.state[one]
+        if "momentum_buffer" not in momentum_state:
+            momentum_state["momentum_buffer"] = torch.zeros_like(one)
+        mean_gradient = local(momentum_state["momentum_buffer"])
+        gradient = torch.zeros_like(mean_gradient) if one.grad is None else local(one.grad)
+        mean_gradient.lerp_(gradient, 1 - group["momentum"])
+        return (gradient.lerp(mean_gradient, group["momentum"]) if group["nesterov"] else mean_gradient).bfloat16()
 
 
 def _with_gradients(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Select the matrices of which any rank has a gradient."""
-    has = torch.tensor(
+    has_gradients = torch.tensor(
         [matrix.grad is not None for matrix in matrices], dtype=torch.int32, device=local(matrices[0]).device
     )
     with named("which matrices have gradients"):
         # All ranks must enter the same rounds: a role's matrix without rows on one rank would leave the others
         # waiting for it.
-        distributed.all_reduce(has, distributed.ReduceOp.MAX)
-    return [matrix for matrix, any_has in zip(matrices, has.tolist(), strict=True) if any_has]
+        distributed.all_reduce(has_gradients, distributed.ReduceOp.MAX)
+    return [matrix for matrix, has_gradient in zip(matrices, has_gradients.tolist(), strict=True) if has_gradient]
 
 
 def _orthogonal(shape: torch.Size, places: Sequence[Block], parts: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
     """Make a matrix orthogonal that lies in `parts` at `places`. Returns its parts, flat, one after the other."""
-    matrix = parts[0].new_empty(shape)
-    for place, part in zip(places, parts, strict=True):
-        matrix[place] = part.view(matrix[place].shape)
-    orthogonal = _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    return torch.cat([orthogonal[place].flatten() for place in places])
+    whole_matrix = parts[0].new_empty(shape)
+    for matrix_block, block_part in zip(places, parts, strict=True):
+        whole_matrix[matrix_block] = block_part.view(whole_matrix[matrix_block].shape)
+    orthogonal = _zeropower_via_newtonschulz(whole_matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return torch.cat([orthogonal[matrix_block].flatten() for matrix_block in places])
 
 
 def _size(place: Block) -> int:
-    return math.prod(span.stop - span.start for span in place)
+    return math.prod(index_range.stop - index_range.start for index_range in place)
 
 
 def _places(matrix: Tensor) -> tuple[Block, ...]:
     """The block of a matrix that each rank has."""
-    sharded = cast(DTensor, matrix)
-    return _blocks(matrix.shape, sharded.device_mesh.shape, sharded.placements)
+    sharded_matrix = cast(DTensor, matrix)
+    return _blocks(matrix.shape, sharded_matrix.device_mesh.shape, sharded_matrix.placements)
 
 
 @cache
 def _blocks(shape: torch.Size, ranks: tuple[int, ...], placements: Any) -> tuple[Block, ...]:
     """Blocks by rank: meshes have their ranks in reading order."""
-    layouts = (
+    block_layouts = (
         _compute_local_shape_and_global_offset(shape, ranks, list(coordinates), placements)
         for coordinates in product(*map(range, ranks))
     )
     return tuple(
-        tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True))
-        for sizes, starts in layouts
+        tuple(
+            slice(block_start, block_start + block_size)
+            for block_size, block_start in zip(block_sizes, block_starts, strict=True)
+        )
+        for block_sizes, block_starts in block_layouts
     )

@@ -36,13 +36,13 @@ class Roles:
 
 def roles_of(modules: Iterable[nn.Module]) -> Roles:
     """The roles of all parameters of some models."""
-    embeddings, others = set[int](), set[int]()
-    for module, name, parameter in _parameters(modules):
-        if is_embedding(module, name):
-            embeddings.add(id(parameter))
-        elif not is_matrix(module, name):
-            others.add(id(parameter))
-    return Roles(frozenset(embeddings), frozenset(others - embeddings))
+    embedding_ids, other_ids = set[int](), set[int]()
+    for submodule, parameter_name, parameter in _parameters(modules):
+        if is_embedding(submodule, parameter_name):
+            embedding_ids.add(id(parameter))
+        elif not is_matrix(submodule, parameter_name):
+            other_ids.add(id(parameter))
+    return Roles(frozenset(embedding_ids), frozenset(other_ids - embedding_ids))
 
 
 def is_embedding(module: nn.Module, name: str) -> bool:
@@ -57,18 +57,18 @@ def is_matrix(module: nn.Module, name: str) -> bool:
     """Whether the parameter `name` of a module is a matrix of a linear map."""
     if isinstance(module, _LINEAR):
         return name == "weight"
-    kind = type(module).__name__
+    class_name = type(module).__name__
     # By the class's name, since every family has a norm class of its own. A norm's weight is near 1 for a reason:
     # decay would pull it to 0.
-    if _NORM.search(kind):
+    if _NORM.search(class_name):
         return False
-    return bool(_MATRIX.fullmatch(name)) or (name in _ATTENTION and "Attention" in kind)
+    return bool(_MATRIX.fullmatch(name)) or (name in _ATTENTION and "Attention" in class_name)
 
 
 def _parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for model in modules:
-        for path, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
+    for root_module in modules:
+        for module_path, submodule in root_module.named_modules():
+            for own_name, parameter in submodule.named_parameters(recurse=False):
                 if parameter.dim() > 1:
-                    in_table = isinstance(module, nn.ParameterDict)  # PEFT's, by adapter: the name is one level up
-                    yield module, path.rpartition(".")[2] if in_table else name, parameter
+                    in_table = isinstance(submodule, nn.ParameterDict)  # PEFT's, by adapter: the name is one level up
+                    yield submodule, module_path.rpartition(".")[2] if in_table else own_name, parameter
