@@ -75,18 +75,22 @@ class Collective:
 def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> list[Collective]:
     """List the collectives of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more
     than a config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
-    plan = settings.train.parallel
-    with first_of(plan) as first:
+    parallel_plan = settings.train.parallel
+    with first_of(parallel_plan) as first_rank:
         with hollow():
-            models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
-        (pack,) = packs([rows], 1 << 60)
-        recorder, passes = _Recorder(), ModelPasses(models)
+            hollow_models = Models(
+                settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first_rank
+            )
+        (traced_pack,) = packs([rows], 1 << 60)
+        recorder, model_passes = _Recorder(), ModelPasses(hollow_models)
         collectives.keep(cast(Any, recorder))  # in the place of a ledger
         with recorder:
-            passes.others(pack)
-            outputs = passes.forward(pack, trained=tuple(models.optimizers))
-            loss = outputs.logprobs_K.sum() + (0 if outputs.values_K is None else outputs.values_K.sum())
-            loss.backward()
+            model_passes.others(traced_pack)
+            pass_outputs = model_passes.forward(traced_pack, trained=tuple(hollow_models.optimizers))
+            pass_loss = pass_outputs.logprobs_K.sum() + (
+                0 if pass_outputs.values_K is None else pass_outputs.values_K.sum()
+            )
+            pass_loss.backward()
     return recorder.collectives
 
 
@@ -95,14 +99,14 @@ def first_of(plan: ParallelPlan) -> Generator[RankMember]:
     """Inside, this process is the first of the ranks, the others of which do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store, timeout = FakeStore(), timedelta(seconds=1)
+    fake_store, fake_timeout = FakeStore(), timedelta(seconds=1)
     # A group that sends nothing, so that 512 ranks can be planned on a laptop; what is counted is the learner's own
     # code and no formula that could fall behind it.
-    distributed.init_process_group("fake", store=store, rank=0, world_size=plan.ranks)
+    distributed.init_process_group("fake", store=fake_store, rank=0, world_size=plan.ranks)
     try:
-        first = RankMember(0, plan.ranks, timeout, Meshes(init_device_mesh("cpu", (plan.ranks,))), store)
-        first.arrange(plan)
-        yield _First(0, plan.ranks, timeout, first.meshes, store)
+        first_rank = RankMember(0, plan.ranks, fake_timeout, Meshes(init_device_mesh("cpu", (plan.ranks,))), fake_store)
+        first_rank.arrange(plan)
+        yield _First(0, plan.ranks, fake_timeout, first_rank.meshes, fake_store)
     finally:
         collectives.keep(None)
         distributed.destroy_process_group()
@@ -120,9 +124,9 @@ class _Even(layers.Experts):
     """Each rank has chosen every rank's experts as often. Rank 0 gets what is left over."""
 
     def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
-        size = len(sent_WE)
-        sent = [-(-(count - rank) // size) for rank in range(size)]
-        return sent, sent[:1] * size
+        rank_count = len(sent_WE)
+        sent_counts = [-(-(count - rank) // rank_count) for rank in range(rank_count)]
+        return sent_counts, sent_counts[:1] * rank_count
 
 
 class _Recorder(TorchDispatchMode):
@@ -140,11 +144,17 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            leaves = tree_leaves(args)
-            largest = max((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=Tensor.numel)
-            (group,) = (group for group in map(_group_of, leaves) if group is not None)
-            kind = KINDS[func._schema.name.partition("::")[2]]
-            self.collectives.append(Collective(self._name, kind, tuple(largest.shape), largest.dtype, group.size()))
+            arguments = tree_leaves(args)
+            largest_tensor = max((argument for argument in arguments if isinstance(argument, Tensor)), key=Tensor.numel)
+            (process_group,) = (
+                process_group for process_group in map(_group_of, arguments) if process_group is not None
+            )
+            collective_kind = KINDS[func._schema.name.partition("::")[2]]
+            self.collectives.append(
+                Collective(
+                    self._name, collective_kind, tuple(largest_tensor.shape), largest_tensor.dtype, process_group.size()
+                )
+            )
         return (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
 
 

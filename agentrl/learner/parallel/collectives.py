@@ -83,12 +83,12 @@ class Ledger:
         for rank in range(self._size):
             if self._counted(rank) < self._count:
                 continue  # it will compare
-            name = self._name(rank, self._count)
+            other_name = self._name(rank, self._count)
             # A rank that is a whole ring ahead has overwritten this name: there is nothing left to compare.
-            if name != own_name and self._counted(rank) < self._count + _KEPT:
+            if other_name != own_name and self._counted(rank) < self._count + _KEPT:
                 raise OutOfStep(
-                    f"collective {self._count} of rank {self._rank} is {own_name!r}, that of rank {rank} {name!r}: "
-                    "every rank must enter the same ones in the same order"
+                    f"collective {self._count} of rank {self._rank} is {own_name!r}, that of rank {rank} "
+                    f"{other_name!r}: every rank must enter the same ones in the same order"
                 )
 
     def _write(self, inside: int) -> None:
@@ -102,20 +102,24 @@ class Ledger:
         return rank * _SIZE + _HEAD.size + count % _PLACES * _NAME.size
 
     def _name(self, rank: int, count: int) -> str:
-        (name,) = _NAME.unpack_from(self._memory, self._place(rank, count))
-        return name.rstrip(b"\0").decode(errors="replace")
+        (name_bytes,) = _NAME.unpack_from(self._memory, self._place(rank, count))
+        return name_bytes.rstrip(b"\0").decode(errors="replace")
 
     def standings(self) -> list[RankProgress]:
         """The progress of each rank."""
-        heads = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
+        rank_heads = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
         return [
-            RankProgress(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(heads)
+            RankProgress(entered_count, bool(is_inside), self._name(rank, entered_count))
+            for rank, (entered_count, is_inside) in enumerate(rank_heads)
         ]
 
     def names(self, rank: int) -> list[str]:
         """The collectives that a rank has entered, as far as they are kept."""
-        count = self._counted(rank)
-        return [self._name(rank, number) for number in range(max(1, count - _KEPT + 1), count + 1)]
+        entered_count = self._counted(rank)
+        return [
+            self._name(rank, collective_number)
+            for collective_number in range(max(1, entered_count - _KEPT + 1), entered_count + 1)
+        ]
 
 
 _ledger: Ledger | None = None
@@ -159,24 +163,27 @@ class Meshes:
 
 def table(names: tuple[str, str], rank: int, size: int, width: int, timeout: timedelta, device: str) -> DeviceMesh:
     """The mesh of `size` ranks in rows of `width`: `names` are those of its dimensions. All ranks make it together."""
-    numbers = torch.arange(size).view(-1, width)
-    groups = [met(name, of, rank, timeout) for name, of in zip(names, (numbers.T, numbers), strict=True)]
-    return DeviceMesh.from_group(groups, device, mesh=numbers.int(), mesh_dim_names=names)
+    rank_numbers = torch.arange(size).view(-1, width)
+    process_groups = [
+        met(dimension_name, rank_lines, rank, timeout)
+        for dimension_name, rank_lines in zip(names, (rank_numbers.T, rank_numbers), strict=True)
+    ]
+    return DeviceMesh.from_group(process_groups, device, mesh=rank_numbers.int(), mesh_dim_names=names)
 
 
 def teams(rank: int, size: int, context: int, tensor: int, timeout: timedelta) -> Teams:
     """This rank's context and its team. All ranks make them together."""
-    numbers = torch.arange(size).view(-1, context, tensor)
-    context_group = met("context", numbers.transpose(1, 2).reshape(-1, context), rank, timeout)
-    team = context_group if tensor == 1 else met("team", numbers.view(-1, context * tensor), rank, timeout)
-    return context_group, team
+    rank_numbers = torch.arange(size).view(-1, context, tensor)
+    context_group = met("context", rank_numbers.transpose(1, 2).reshape(-1, context), rank, timeout)
+    team_group = context_group if tensor == 1 else met("team", rank_numbers.view(-1, context * tensor), rank, timeout)
+    return context_group, team_group
 
 
 def met(name: str, lines: torch.Tensor, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
     """The group of the line of ranks that this one is in. All ranks make those of all lines together."""
     own_group: object = None
-    for line in lines.tolist():
-        with named(f"meeting as {name} ranks {line}"):
-            group = distributed.new_group(line, timeout=timeout)
-        own_group = group if rank in line else own_group
+    for rank_line in lines.tolist():
+        with named(f"meeting as {name} ranks {rank_line}"):
+            line_group = distributed.new_group(rank_line, timeout=timeout)
+        own_group = line_group if rank in rank_line else own_group
     return cast(distributed.ProcessGroup, own_group)

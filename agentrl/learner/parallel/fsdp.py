@@ -34,59 +34,76 @@ from agentrl.learner.parallel.layers import ParameterCut, cuts, install, linear_
 def spread(module: nn.Module, meshes: Meshes) -> None:
     """Give a module on the meta device sharded tensors, of which each rank then reads only its shard. Raises
     ConfigError for a model that cannot be cut as `meshes` ask for."""
-    cut = cuts(module, meshes)
-    shards: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
-    for part, name, parameter in _parameters(module):
-        if parameter not in shards:
-            how = cut.get((part, name))
-            mesh, placements = (meshes.ranks, [Shard(0)]) if how is None else (how.mesh, how.placements)
-            shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-            shards[parameter] = nn.Parameter(shard, parameter.requires_grad)
-        part.register_parameter(name, shards[parameter])
+    cut_by_name = cuts(module, meshes)
+    sharded_parameters: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    for submodule, parameter_name, parameter in _parameters(module):
+        if parameter not in sharded_parameters:
+            parameter_cut = cut_by_name.get((submodule, parameter_name))
+            mesh, placements = meshes.ranks, [Shard(0)]
+            if parameter_cut is not None:
+                mesh, placements = parameter_cut.mesh, parameter_cut.placements
+            sharded_tensor = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            sharded_parameters[parameter] = nn.Parameter(sharded_tensor, parameter.requires_grad)
+        submodule.register_parameter(parameter_name, sharded_parameters[parameter])
 
 
 def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Each parameter with the parts that have it, and its name there."""
-    parts = list(module.modules())
-    return [(part, name, parameter) for part in parts for name, parameter in part.named_parameters(recurse=False)]
+    submodules = list(module.modules())
+    return [
+        (submodule, parameter_name, parameter)
+        for submodule in submodules
+        for parameter_name, parameter in submodule.named_parameters(recurse=False)
+    ]
 
 
 def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32) -> None:
     """Cut a model over the ranks of `meshes`, on whose devices it is then. Each decoder layer is gathered by itself,
     its linear layers in `dtype`, which a pass computes them in; the rest together, and it stays until the backward
     pass, or `reshard`: logits are made after the pass."""
-    cut, narrow = cuts(module, meshes), dtype != torch.float32
-    sharded = [entry for entry in _parameters(module) if is_sharded(entry[2])]
-    hollow = {parameter: _hollow(parameter, cut.get((part, name))) for part, name, parameter in sharded}
-    for part, name, parameter in sharded:
-        part.register_parameter(name, hollow[parameter])
-    names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
-    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    cut_by_name, is_narrow = cuts(module, meshes), dtype != torch.float32
+    sharded_entries = [parameter_entry for parameter_entry in _parameters(module) if is_sharded(parameter_entry[2])]
+    hollow_parameters = {
+        parameter: _hollow(parameter, cut_by_name.get((submodule, own_name)))
+        for submodule, own_name, parameter in sharded_entries
+    }
+    for submodule, own_name, parameter in sharded_entries:
+        submodule.register_parameter(own_name, hollow_parameters[parameter])
+    module_names = {submodule: own_name for own_name, submodule in module.named_modules()} | {
+        module: "what is outside of layers"
+    }
+    decoder_layers = [submodule for submodule in module.modules() if isinstance(submodule, GradientCheckpointingLayer)]
     # Only layers that the model does nothing else with than call: one whose weight is read elsewhere (tied, or
     # normalised by hand) would be read rounded.
-    apart = dict.fromkeys(linear_layers(module), meshes.ranks) if narrow else {}
-    apart |= {part: how.column for (part, _), how in cut.items()}
-    for layer in layers:
-        groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Module]] = {}
-        for part in layer.modules():
-            if part in apart:
-                moved = dtype if isinstance(part, nn.Linear) else torch.float32
-                groups.setdefault((apart[part], moved), []).append(part)
-        for (mesh, moved), parts in groups.items():
-            _fully(parts, mesh, f"{names[parts[0]]} and what is cut as it", reshard=True, dtype=moved)
-    for part in (*layers, module):
-        _fully([part], meshes.ranks, names[part], reshard=part is not module)
-    for part, name, parameter in sharded:  # FSDP takes over what it finds at the first pass
-        part.register_parameter(name, parameter)
-    install(module, meshes, cut)
+    mesh_of_part = dict.fromkeys(linear_layers(module), meshes.ranks) if is_narrow else {}
+    mesh_of_part |= {submodule: parameter_cut.column for (submodule, _), parameter_cut in cut_by_name.items()}
+    for decoder_layer in decoder_layers:
+        parts_by_mesh: dict[tuple[DeviceMesh, torch.dtype], list[nn.Module]] = {}
+        for submodule in decoder_layer.modules():
+            if submodule in mesh_of_part:
+                moved_dtype = dtype if isinstance(submodule, nn.Linear) else torch.float32
+                parts_by_mesh.setdefault((mesh_of_part[submodule], moved_dtype), []).append(submodule)
+        for (mesh, moved_dtype), same_parts in parts_by_mesh.items():
+            _fully(
+                same_parts,
+                mesh,
+                f"{module_names[same_parts[0]]} and what is cut as it",
+                reshard=True,
+                dtype=moved_dtype,
+            )
+    for submodule in (*decoder_layers, module):
+        _fully([submodule], meshes.ranks, module_names[submodule], reshard=submodule is not module)
+    for submodule, own_name, parameter in sharded_entries:  # FSDP takes over what it finds at the first pass
+        submodule.register_parameter(own_name, parameter)
+    install(module, meshes, cut_by_name)
 
 
 def _hollow(parameter: nn.Parameter, cut: ParameterCut | None) -> nn.Parameter:
     """A parameter that FSDP is to cut, without numbers."""
-    empty: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    empty_tensor: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     if cut is not None:
-        empty = distribute_tensor(empty, cut.row, [Shard(cut.dim)], src_data_rank=None)
-    return nn.Parameter(empty, parameter.requires_grad)
+        empty_tensor = distribute_tensor(empty_tensor, cut.row, [Shard(cut.dim)], src_data_rank=None)
+    return nn.Parameter(empty_tensor, parameter.requires_grad)
 
 
 def _fully(
@@ -95,14 +112,14 @@ def _fully(
     """Have FSDP cut the parameters of parts that it gathers together, those in float32 as `dtype`. Gradients are added
     up: each rank has its part of the loss."""
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, reshard_after_forward=reshard)
-    first = parts[0]
-    assert isinstance(first, FSDPModule)
-    first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}", dtype)))
-    first.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
+    first_part = parts[0]
+    assert isinstance(first_part, FSDPModule)
+    first_part.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}", dtype)))
+    first_part.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
     # FSDP averages gradients over ranks by default. Here each rank has its part of one loss, whose shares were fixed
     # for the whole step (`data.shares`), so they are added up.
-    first.set_gradient_divide_factor(1.0)
-    first.set_force_sum_reduction_for_comms(True)
+    first_part.set_gradient_divide_factor(1.0)
+    first_part.set_force_sum_reduction_for_comms(True)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -134,23 +151,23 @@ def whole(tensor: Tensor, name: str) -> Tensor:
 def gathered(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
     """Whole tensors on rank 0, in host memory if they were sharded; none on other ranks. Each is changed first."""
     whole_tensors: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        full = whole(change(tensor), name)
+    for tensor_name, tensor in tensors.items():
+        whole_tensor = whole(change(tensor), tensor_name)
         if not is_sharded(tensor):
-            whole_tensors[name] = full
+            whole_tensors[tensor_name] = whole_tensor
         elif distributed.get_rank() == 0:
-            whole_tensors[name] = full.cpu()
+            whole_tensors[tensor_name] = whole_tensor.cpu()
     return whole_tensors if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
 
 
 def like(whole: Tensor, tensor: Tensor) -> Tensor:
     """`whole` on the device of `tensor`, and sharded as it is. Each rank has all of `whole` already, or its shard."""
-    moved = whole.to(tensor.device)
-    if is_sharded(moved):
-        return moved
+    moved_whole = whole.to(tensor.device)
+    if is_sharded(moved_whole):
+        return moved_whole
     if not isinstance(tensor, DTensor):
-        return moved
-    return distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return moved_whole
+    return distribute_tensor(moved_whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -161,35 +178,37 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load whole tensors into a module that may be sharded. Raises RuntimeError if they do not fit."""
-    current = module.state_dict()
-    if not any(is_sharded(tensor) for tensor in current.values()):
+    own_tensors = module.state_dict()
+    if not any(is_sharded(own_tensor) for own_tensor in own_tensors.values()):
         module.load_state_dict(state)
         return
-    if wrong := [
-        name for name in current.keys() | state.keys() if current.get(name, _NONE).shape != state.get(name, _NONE).shape
+    if wrong_names := [
+        tensor_name
+        for tensor_name in own_tensors.keys() | state.keys()
+        if own_tensors.get(tensor_name, _NONE).shape != state.get(tensor_name, _NONE).shape
     ]:
-        raise RuntimeError(f"{min(wrong)} is of another shape, or not there")
-    for name, tensor in current.items():
-        fill(tensor, state[name])
+        raise RuntimeError(f"{min(wrong_names)} is of another shape, or not there")
+    for tensor_name, own_tensor in own_tensors.items():
+        fill(own_tensor, state[tensor_name])
 
 
 @torch.no_grad()
 def clipped(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
     """Scale the gradients of parameters down to a norm of `most` altogether. Returns the norm before that. Of sharded
     ones each rank has a part that no other has, however they are cut."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local(grad) for grad in grads]
-    norm = nn.utils.get_total_norm(shards)
-    if any(is_sharded(grad) for grad in grads):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradient_shards = [local(gradient) for gradient in gradients]
+    gradient_norm = nn.utils.get_total_norm(gradient_shards)
+    if any(is_sharded(gradient) for gradient in gradients):
         # In float64, since squares of large norms overflow float32 long before the norm itself does.
-        square = norm.double().square()
+        squared_norm = gradient_norm.double().square()
         with named("a norm"):
-            distributed.all_reduce(square)
-        norm = square.sqrt().to(norm.dtype)
+            distributed.all_reduce(squared_norm)
+        gradient_norm = squared_norm.sqrt().to(gradient_norm.dtype)
     # A tensor throughout: nothing is read on the host, so the clip does not wait for the device.
-    share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
-    torch._foreach_mul_(shards, share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return norm
+    kept_share = (most / (gradient_norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
+    torch._foreach_mul_(gradient_shards, kept_share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return gradient_norm
 
 
 def reshard(module: nn.Module) -> None:
@@ -219,20 +238,24 @@ def load_state(
     """Load the state of an optimizer, on every rank. `state` has whole tensors, of which each rank copies its own part.
     `shards` has, by the number of the parameter, tensors that are this rank's part already. If the state is to wait in
     host memory, no more than one tensor is on the device at a time."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    away = waits(optimizer)
+    parameters = [parameter for parameter_group in optimizer.param_groups for parameter in parameter_group["params"]]
+    waits_on_host = waits(optimizer)
 
     def placed(value: Tensor, parameter: Tensor) -> Tensor:
-        moved = like(value, parameter) if value.shape == parameter.shape else value
-        return moved.to("cpu" if away else moved.device, copy=True)
+        moved_value = like(value, parameter) if value.shape == parameter.shape else value
+        return moved_value.to("cpu" if waits_on_host else moved_value.device, copy=True)
 
-    cut = {
-        number: {name: placed(value, parameter) for name, value in values.items()}
-        for (number, values), parameter in ((entry, parameters[entry[0]]) for entry in state["state"].items())
+    cut_states = {
+        parameter_index: {
+            state_name: placed(state_value, parameter) for state_name, state_value in parameter_state.items()
+        }
+        for (parameter_index, parameter_state), parameter in (
+            (state_entry, parameters[state_entry[0]]) for state_entry in state["state"].items()
+        )
     }
-    for number, values in shards.items():
-        cut[number] = {**cut.get(number, {}), **values}
-    optimizer.load_state_dict({**state, "state": cut})
+    for parameter_index, parameter_state in shards.items():
+        cut_states[parameter_index] = {**cut_states.get(parameter_index, {}), **parameter_state}
+    optimizer.load_state_dict({**state, "state": cut_states})
 
 
 # torch 2.13 renamed them
@@ -247,11 +270,11 @@ _EXACT = ContextVar("exact", default=False)
 @contextmanager
 def exactly() -> Generator[None]:
     """Around a pass without gradients that computes in float32: weights are gathered as they are."""
-    token = _EXACT.set(True)
+    context_token = _EXACT.set(True)
     try:
         yield
     finally:
-        _EXACT.reset(token)
+        _EXACT.reset(context_token)
 
 
 class _Named:
@@ -274,9 +297,9 @@ class _AllGather(_Named):
         with named(self._name):
             if not rounds:
                 return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
-            narrow = torch.empty_like(output_tensor, dtype=self._dtype)
-            ALL_GATHER(narrow, input_tensor.to(self._dtype), group=group)
-        output_tensor.copy_(narrow)
+            narrow_output = torch.empty_like(output_tensor, dtype=self._dtype)
+            ALL_GATHER(narrow_output, input_tensor.to(self._dtype), group=group)
+        output_tensor.copy_(narrow_output)
         return None
 
 

@@ -61,8 +61,8 @@ class ParameterCut:
     @property
     def placements(self) -> list[Placement]:
         """With FSDP's shards over the ranks of a column, of what a rank of the row has."""
-        width = self.mesh.size(1)
-        return [_StridedShard(0, split_factor=width) if self.dim == 0 else Shard(0), Shard(self.dim)]
+        row_width = self.mesh.size(1)
+        return [_StridedShard(0, split_factor=row_width) if self.dim == 0 else Shard(0), Shard(self.dim)]
 
     @property
     def row(self) -> DeviceMesh:
@@ -88,58 +88,67 @@ def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
     """List the linear layers of decoder layers that a model's own plan names: the model only calls them, and does
     nothing else with their weights."""
-    planned = _planned(module, getattr(module, "tp_plan", None) or {})
-    return [part for _, part, style in planned if style in _WAYS and type(part) is nn.Linear]
+    planned_parts = _planned(module, getattr(module, "tp_plan", None) or {})
+    return [
+        planned_part for _, planned_part, style in planned_parts if style in _WAYS and type(planned_part) is nn.Linear
+    ]
 
 
 def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
-    width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
-    name = type(module).__name__
-    check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
+    rank_count, tensor_plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
+    class_name = type(module).__name__
+    check_divides("tensor", rank_count, module.config.get_text_config().to_dict(), HEADS)
     parameter_cuts: dict[tuple[nn.Module, str], ParameterCut] = {}
-    for path, part, style in _planned(module, plan):
-        if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
+    for part_path, planned_part, style in _planned(module, tensor_plan):
+        if "experts" in part_path.split(".") or style in _AS_IT_IS or hasattr(planned_part, "base_layer"):
             continue
         # Refused by name: an unknown style computed as if it were whole gives wrong sums, which look like a badly
         # trained model.
-        if style not in _WAYS or type(part) is not nn.Linear:
-            raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
-        for parameter_name, parameter in part.named_parameters():
-            dim = _WAYS[style] if parameter_name == "weight" else 0
-            if parameter.shape[dim] % width:
-                hint = f"{path} of {name} is {parameter.shape[dim]} wide: give a number that divides it, or 1"
-                raise ConfigError("train.parallel.tensor", width, hint)
-            parameter_cuts[part, parameter_name] = ParameterCut(mesh, dim)
+        if style not in _WAYS or type(planned_part) is not nn.Linear:
+            raise ConfigError(
+                "train.parallel.tensor", rank_count, f"{class_name} cuts {part_path} by {style!r}, we cannot: give 1"
+            )
+        for parameter_name, parameter in planned_part.named_parameters():
+            cut_dimension = _WAYS[style] if parameter_name == "weight" else 0
+            if parameter.shape[cut_dimension] % rank_count:
+                problem = f"{part_path} of {class_name} is {parameter.shape[cut_dimension]} wide"
+                correction = f"{problem}: give a number that divides it, or 1"
+                raise ConfigError("train.parallel.tensor", rank_count, correction)
+            parameter_cuts[planned_part, parameter_name] = ParameterCut(mesh, cut_dimension)
     if not parameter_cuts:
-        raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
+        raise ConfigError(
+            "train.parallel.tensor", rank_count, f"{class_name} has no plan for it in transformers: give 1"
+        )
     return parameter_cuts
 
 
 def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
-    width, plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
+    rank_count, expert_plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
     parameter_cuts: dict[tuple[nn.Module, str], ParameterCut] = {}
-    for path, part, style in _planned(module, plan):
-        if style != _STACK or not isinstance(part, nn.Parameter):
+    for part_path, planned_part, style in _planned(module, expert_plan):
+        if style != _STACK or not isinstance(planned_part, nn.Parameter):
             continue
-        if part.shape[0] % width:
-            hint = f"{type(module).__name__} has {part.shape[0]} experts: give a number that divides it, or 1"
-            raise ConfigError("train.parallel.expert", width, hint)
-        owner, _, name = path.rpartition(".")
-        parameter_cuts[module.get_submodule(owner), name] = ParameterCut(mesh, 0)
+        if planned_part.shape[0] % rank_count:
+            correction = (
+                f"{type(module).__name__} has {planned_part.shape[0]} experts: give a number that divides it, or 1"
+            )
+            raise ConfigError("train.parallel.expert", rank_count, correction)
+        owner_path, _, parameter_name = part_path.rpartition(".")
+        parameter_cuts[module.get_submodule(owner_path), parameter_name] = ParameterCut(mesh, 0)
     if not parameter_cuts:
-        hint = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
-        raise ConfigError("train.parallel.expert", width, hint)
+        correction = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
+        raise ConfigError("train.parallel.expert", rank_count, correction)
     return parameter_cuts
 
 
 def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
     """The parts and parameters of decoder layers that a plan names, with their styles."""
-    for above, layer in module.named_modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            for name, part in (*layer.named_modules(), *layer.named_parameters()):
-                path = f"{above}.{name}"
-                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", _plain(path))):
-                    yield path, part, style
+    for layer_path, decoder_layer in module.named_modules():
+        if isinstance(decoder_layer, GradientCheckpointingLayer):
+            for own_path, layer_part in (*decoder_layer.named_modules(), *decoder_layer.named_parameters()):
+                full_path = f"{layer_path}.{own_path}"
+                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", _plain(full_path))):
+                    yield full_path, layer_part, style
 
 
 def _plain(path: str) -> str:
@@ -149,29 +158,33 @@ def _plain(path: str) -> str:
 
 def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
     """Have the parts of a model compute with cut parameters, which FSDP has gathered over the columns."""
-    names = {part: _plain(name) for name, part in module.named_modules()}
-    adapters = {_below(layer): layer for layer in names if hasattr(layer, "base_layer")}
-    for (part, name), how in cut.items():
-        if isinstance(part, nn.Linear) and name == "weight":
-            _install_linear(part, adapters.get(part), how, f"adding up {names[part]}")
+    module_names = {cut_part: _plain(own_name) for own_name, cut_part in module.named_modules()}
+    adapters = {_below(layer): layer for layer in module_names if hasattr(layer, "base_layer")}
+    for (cut_part, own_name), parameter_cut in cut.items():
+        if isinstance(cut_part, nn.Linear) and own_name == "weight":
+            _install_linear(cut_part, adapters.get(cut_part), parameter_cut, f"adding up {module_names[cut_part]}")
     if not hasattr(module, "config"):
         return
-    apart = {part for part, _ in cut if not isinstance(part, nn.Linear)}
-    stacks = set(apart)
+    divided_stacks = {cut_part for cut_part, _ in cut if not isinstance(cut_part, nn.Linear)}
+    expert_stacks = set(divided_stacks)
     if meshes.tensor is not None:  # their tokens are divided, however experts are cut
-        planned = _planned(module, getattr(module, "tp_plan", None) or {})
-        stacks |= {
-            _below(part) for path, part, _ in planned if path.endswith(".experts") and isinstance(part, nn.Module)
+        planned_parts = _planned(module, getattr(module, "tp_plan", None) or {})
+        expert_stacks |= {
+            _below(cut_part)
+            for part_path, cut_part, _ in planned_parts
+            if part_path.endswith(".experts") and isinstance(cut_part, nn.Module)
         }
-    for part in stacks:
-        above = [layer for layer in names if layer is not part and _below(layer) is part]
-        setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart, adapters=above))  # noqa: B010
+    for cut_part in expert_stacks:
+        adapter_layers = [layer for layer in module_names if layer is not cut_part and _below(layer) is cut_part]
+        is_apart = cut_part in divided_stacks
+        experts = Experts(cut_part, module_names[cut_part], meshes, apart=is_apart, adapters=adapter_layers)
+        setattr(cut_part, "forward", experts)  # noqa: B010
 
 
 def _below(layer: nn.Module) -> nn.Module:
     """The module below the adapters of PEFT that are nested around it."""
-    while isinstance(base := getattr(layer, "base_layer", None), nn.Module):
-        layer = base
+    while isinstance(base_layer := getattr(layer, "base_layer", None), nn.Module):
+        layer = base_layer
     return layer
 
 
@@ -179,28 +192,30 @@ def _install_linear(part: nn.Linear, adapter: Any, how: ParameterCut, name: str)
     """Have a linear layer, and PEFT's around it, compute with the rows or the columns that this rank has."""
     setattr(part, "forward", partial(_linear, part, how.row if how.dim else None))  # noqa: B010
     if adapter is not None:
-        for small in (adapter.lora_A if how.dim else adapter.lora_B).values():
-            small.forward = partial(_part, small, how.row, how.dim)
+        for adapter_matrix in (adapter.lora_A if how.dim else adapter.lora_B).values():
+            adapter_matrix.forward = partial(_part, adapter_matrix, how.row, how.dim)
     if how.dim:
-        outer: Any = part if adapter is None else adapter
-        outer.forward = partial(_added_up, outer.forward, how.row.get_group(), name)
+        outer_layer: Any = part if adapter is None else adapter
+        outer_layer.forward = partial(_added_up, outer_layer.forward, how.row.get_group(), name)
 
 
 def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
     """Multiply states with some rows of a weight; or, with `row`, with some columns, whose products the ranks of `row`
     add up: each adds a part of the bias."""
     part_bias = cast("Tensor | None", part.bias)
-    weight, bias = _own(part.weight), None if part_bias is None else _own(part_bias)
-    if bias is None or row is None:
-        return functional.linear(states, weight, bias)
-    start, product = len(bias) * row.get_local_rank(), functional.linear(states, weight)
-    return product + functional.pad(bias, (start, len(weight) - start - len(bias))).to(product.dtype)
+    own_weight, own_bias = _own(part.weight), None if part_bias is None else _own(part_bias)
+    if own_bias is None or row is None:
+        return functional.linear(states, own_weight, own_bias)
+    bias_start, product = len(own_bias) * row.get_local_rank(), functional.linear(states, own_weight)
+    return product + functional.pad(own_bias, (bias_start, len(own_weight) - bias_start - len(own_bias))).to(
+        product.dtype
+    )
 
 
 def _part(small: nn.Linear, row: DeviceMesh, dim: int, states: Tensor) -> Tensor:
     """Multiply states with this rank's part, along `dim`, of an adapter's matrix, which is whole on every rank."""
-    share = small.weight.shape[dim] // row.size()
-    return functional.linear(states, small.weight.narrow(dim, share * row.get_local_rank(), share))
+    part_width = small.weight.shape[dim] // row.size()
+    return functional.linear(states, small.weight.narrow(dim, part_width * row.get_local_rank(), part_width))
 
 
 def _added_up(forward: Callable[[Tensor], Tensor], group: Any, name: str, states: Tensor) -> Tensor:
@@ -230,39 +245,53 @@ class Experts:
             adapter.forward = adapter.base_layer.__call__
 
     def __call__(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        size = len(states_TH)
-        start, stop = 0, size
+        token_count = len(states_TH)
+        start_token, stop_token = 0, token_count
         if self._row is not None:
-            share = -(-size // self._row.size())
-            start = min(size, share * self._row.get_local_rank())
-            stop = min(size, start + share)
-        own_TH = self._combined(states_TH[start:stop], index_TK[start:stop], weight_TK[start:stop])
+            token_share = -(-token_count // self._row.size())
+            start_token = min(token_count, token_share * self._row.get_local_rank())
+            stop_token = min(token_count, start_token + token_share)
+        own_TH = self._combined(
+            states_TH[start_token:stop_token], index_TK[start_token:stop_token], weight_TK[start_token:stop_token]
+        )
         if self._row is None:
             return own_TH
         # Each rank has its tokens and zeros elsewhere, so that a sum joins them: an all-gather would need another
         # collective in the backward pass than in the forward.
-        padded_TH = functional.pad(own_TH, (0, 0, start, size - stop))
+        padded_TH = functional.pad(own_TH, (0, 0, start_token, token_count - stop_token))
         return added_up(padded_TH, self._row.get_group(), f"adding up {self._name}")
 
     def _combined(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """A token's experts each compute a row of it, on the ranks that have them."""
-        top_k, width = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
+        top_k, rank_count = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
         # Sorted by expert, so that what goes to a rank, and to each of its experts, is one slice. Stable, for the
         # same bits each time.
         order_R = index_TK.flatten().argsort(stable=True)
-        count_E = index_TK.new_zeros(self._part.num_experts * width)
+        count_E = index_TK.new_zeros(self._part.num_experts * rank_count)
         sent_E = count_E.index_add(0, index_TK.flatten(), torch.ones_like(index_TK).flatten())
         rows_RH = states_TH[order_R // top_k]
         if self._owners is None:
             answers_RH = self._computed(rows_RH, sent_E[None])
         else:
-            group = self._owners.get_group()
+            owners_group = self._owners.get_group()
             # Counts first: the receiver has to know how much room the tokens need. This is the one place where the
             # host waits for the device in a layer.
-            taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
-            sent, taken = self._rows(sent_E.view(width, -1), taken_WE, len(rows_RH))
-            received_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
-            answers_RH = sent_to(self._computed(received_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
+            taken_WE = _exchanged(
+                sent_E.view(rank_count, -1),
+                [1] * rank_count,
+                [1] * rank_count,
+                owners_group,
+                f"counts for {self._name}",
+            )
+            sent_counts, taken_counts = self._rows(sent_E.view(rank_count, -1), taken_WE, len(rows_RH))
+            received_RH = sent_to(rows_RH, sent_counts, taken_counts, owners_group, f"tokens for {self._name}")
+            answers_RH = sent_to(
+                self._computed(received_RH, taken_WE),
+                taken_counts,
+                sent_counts,
+                owners_group,
+                f"answers of {self._name}",
+            )
         back_R = order_R.argsort()
         answers_TKH = answers_RH[back_R].view(*index_TK.shape, -1)
         return (answers_TKH * weight_TK[..., None]).sum(1).to(states_TH.dtype)
@@ -275,29 +304,32 @@ class Experts:
     def _computed(self, rows_RH: Tensor, count_WE: Tensor) -> Tensor:
         """Compute this rank's experts on rows which are, for each rank that sent some, in the order of the experts. One
         row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
-        part, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
+        expert_stack, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
         index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten(), output_size=len(rows_RH))
         index_R1 = functional.pad(index_R, (0, 1))[:, None]
         padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
-        originals = dict(part._parameters)
-        part._parameters |= {
-            name: self._adapted(name, _own(parameter)) for name, parameter in originals.items() if parameter is not None
+        originals = dict(expert_stack._parameters)
+        expert_stack._parameters |= {
+            parameter_name: self._adapted(parameter_name, _own(parameter))
+            for parameter_name, parameter in originals.items()
+            if parameter is not None
         }
         try:
             return self._forward(padded_RH, index_R1, torch.ones_like(index_R1, dtype=rows_RH.dtype))[:-1]
         finally:
-            part._parameters |= originals
+            expert_stack._parameters |= originals
 
     def _adapted(self, name: str, own_EOI: Tensor) -> Tensor:
         """A parameter of this rank's experts, with the adapters around it."""
         for adapter in self._adapters:
             if adapter.parameter_name == name and not adapter.disable_adapters and self._owners is not None:
-                first = self._owners.get_local_rank() * len(own_EOI)
-                for active in adapter.active_adapters:
-                    up, down, scale = adapter.get_delta_factors(active)
-                    up, down = up[first : first + len(own_EOI)], down[first : first + len(own_EOI)]
+                first_expert = self._owners.get_local_rank() * len(own_EOI)
+                own_slice = slice(first_expert, first_expert + len(own_EOI))
+                for active_name in adapter.active_adapters:
+                    up_EOR, down_ERI, scale = adapter.get_delta_factors(active_name)
+                    up_EOR, down_ERI = up_EOR[own_slice], down_ERI[own_slice]
                     with torch.autocast(own_EOI.device.type, enabled=False):
-                        own_EOI = torch.baddbmm(own_EOI, up, down, alpha=scale)
+                        own_EOI = torch.baddbmm(own_EOI, up_EOR, down_ERI, alpha=scale)
         return own_EOI
 
 
@@ -327,10 +359,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(part: Tensor, group: Any, name: str) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
+    summed_part = part.clone(memory_format=torch.contiguous_format)
     with named(name):
-        distributed.all_reduce(total, group=group)
-    return total
+        distributed.all_reduce(summed_part, group=group)
+    return summed_part
 
 
 class _Exchange(torch.autograd.Function):

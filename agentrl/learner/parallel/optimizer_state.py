@@ -45,31 +45,39 @@ def divided(
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor] | None]:
     """The states of optimizers without what is sharded; and this by name, not copied, None if their weights are not."""
-    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    apart = {
-        f"{name}.{number}.{key}": value
-        for name, state in states.items()
-        for number, values in state["state"].items()
-        for key, value in values.items()
-        if is_sharded(value)
+    whole_states = {optimizer_name: optimizer.state_dict() for optimizer_name, optimizer in optimizers.items()}
+    sharded_values = {
+        f"{optimizer_name}.{parameter_index}.{value_name}": state_value
+        for optimizer_name, optimizer_state in whole_states.items()
+        for parameter_index, parameter_state in optimizer_state["state"].items()
+        for value_name, state_value in parameter_state.items()
+        if is_sharded(state_value)
     }
-    for name, state in states.items():
-        moments = {
-            number: {key: value for key, value in values.items() if f"{name}.{number}.{key}" not in apart}
-            for number, values in state["state"].items()
+    for optimizer_name, optimizer_state in whole_states.items():
+        whole_moments = {
+            parameter_index: {
+                value_name: state_value
+                for value_name, state_value in parameter_state.items()
+                if f"{optimizer_name}.{parameter_index}.{value_name}" not in sharded_values
+            }
+            for parameter_index, parameter_state in optimizer_state["state"].items()
         }
-        states[name] = {**state, "state": moments}
-    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
-    cut = any(is_sharded(parameter) for group in groups for parameter in group["params"])
-    return states, apart if cut else None
+        whole_states[optimizer_name] = {**optimizer_state, "state": whole_moments}
+    parameter_groups = [
+        parameter_group for optimizer in optimizers.values() for parameter_group in optimizer.param_groups
+    ]
+    has_shards = any(
+        is_sharded(parameter) for parameter_group in parameter_groups for parameter in parameter_group["params"]
+    )
+    return whole_states, sharded_values if has_shards else None
 
 
 def shards(tensors: Mapping[str, Tensor]) -> Shards:
     """This rank's shards, not copied."""
     return {
-        name: (tuple(cast(Any, tensor).__create_chunk_list__()[0].offsets), local(tensor))
-        for name, tensor in tensors.items()
-        if local(tensor).numel()
+        tensor_name: (tuple(cast(Any, sharded_tensor).__create_chunk_list__()[0].offsets), local(sharded_tensor))
+        for tensor_name, sharded_tensor in tensors.items()
+        if local(sharded_tensor).numel()
     }
 
 
@@ -79,30 +87,38 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def write(folder: Path, rank: int, rank_shards: Shards, progress: Callable[[], object]) -> None:
     """Write the file of a rank and make it durable, one tensor after the other; `progress` is called now and then."""
-    starts = {name: {"saved_offsets": start} for name, (start, _) in rank_shards.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
+    saved_offsets = {
+        tensor_name: {"saved_offsets": shard_offsets} for tensor_name, (shard_offsets, _) in rank_shards.items()
     }
-    end = 0
-    for name, (_, tensor) in rank_shards.items():
-        place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved_offsets)}
+    }
+    stop_byte = 0
+    for tensor_name, (_, shard_tensor) in rank_shards.items():
+        byte_range = [stop_byte, stop_byte := stop_byte + shard_tensor.nbytes]
+        header[tensor_name] = {
+            "dtype": _DTYPES[shard_tensor.dtype],
+            "shape": list(shard_tensor.shape),
+            "data_offsets": byte_range,
+        }
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     # `x`: two processes of one rank would be a fault in the start of ranks, and must not write into one file.
-    with file_of(folder, rank).open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        waiting = 0
-        for _, tensor in rank_shards.values():
+    with file_of(folder, rank).open("xb") as shard_file:
+        shard_file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
+        unsynced_bytes = 0
+        for _, shard_tensor in rank_shards.values():
             # One tensor at a time in host memory: torch's writer copies all before it writes any.
-            data = memoryview(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
-            for first in range(0, len(data), _SYNCED):
-                waiting += file.write(data[first : first + _SYNCED])
-                if waiting >= _SYNCED:
-                    _sync(file)
+            shard_bytes = memoryview(
+                cast(Any, shard_tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            )
+            for first_byte in range(0, len(shard_bytes), _SYNCED):
+                unsynced_bytes += shard_file.write(shard_bytes[first_byte : first_byte + _SYNCED])
+                if unsynced_bytes >= _SYNCED:
+                    _sync(shard_file)
                     progress()
-                    waiting = 0
-        _sync(file)
+                    unsynced_bytes = 0
+        _sync(shard_file)
     progress()
 
 
@@ -118,34 +134,41 @@ def read(
     ModelError if the folder has less, or something else."""
     try:
         from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
-    except ImportError as error:
-        raise ModelError(f"torch {torch.__version__} cannot read {folder}: pip install --upgrade torch") from error
-    reader = HuggingFaceStorageReader(str(folder))
-    states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
-    targets: dict[str, Tensor] = {}
+    except ImportError as read_error:
+        raise ModelError(f"torch {torch.__version__} cannot read {folder}: pip install --upgrade torch") from read_error
+    storage_reader = HuggingFaceStorageReader(str(folder))
+    optimizer_states: dict[str, dict[int, dict[str, Tensor]]] = {tensor_name: {} for tensor_name in optimizers}
+    target_tensors: dict[str, Tensor] = {}
     try:
-        metadata = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
-        for name in names:
-            optimizer, number, key = name.rsplit(".", 2)
+        metadata = cast("dict[str, Any]", storage_reader.read_metadata().state_dict_metadata)
+        for tensor_name in names:
+            optimizer, parameter_index, value_name = tensor_name.rsplit(".", 2)
             if optimizer in optimizers:
-                parameter = [tensor for group in optimizers[optimizer].param_groups for tensor in group["params"]][
-                    int(number)
-                ]
-                targets[name] = _empty(name, metadata.get(name), parameter, away=waits(optimizers[optimizer]))
-                states[optimizer].setdefault(int(number), {})[key] = targets[name]
+                parameter = [
+                    own_parameter
+                    for parameter_group in optimizers[optimizer].param_groups
+                    for own_parameter in parameter_group["params"]
+                ][int(parameter_index)]
+                target_tensors[tensor_name] = _empty(
+                    tensor_name, metadata.get(tensor_name), parameter, away=waits(optimizers[optimizer])
+                )
+                parameter_state = optimizer_states[optimizer].setdefault(int(parameter_index), {})
+                parameter_state[value_name] = target_tensors[tensor_name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each plans by itself
-            load(cast("dict[str, Any]", targets), storage_reader=reader, no_dist=True)
-    except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError, CheckpointException) as error:
-        hint = f"give it back its files, or move {folder.parent} away to go on from the checkpoint before it"
-        raise ModelError(f"{folder} cannot be read: {hint} ({type(error).__name__}: {error})") from error
-    return states
+            load(cast("dict[str, Any]", target_tensors), storage_reader=storage_reader, no_dist=True)
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError, CheckpointException) as read_error:
+        correction = f"give it back its files, or move {folder.parent} away to go on from the checkpoint before it"
+        raise ModelError(
+            f"{folder} cannot be read: {correction} ({type(read_error).__name__}: {read_error})"
+        ) from read_error
+    return optimizer_states
 
 
 def _empty(name: str, what: Any, parameter: Tensor, *, away: bool) -> Tensor:
     """A tensor to read into, cut as the parameter is; `away`: in host memory."""
-    stored = 0 if what is None else sum(math.prod(chunk.sizes) for chunk in what.chunks)
-    if what is None or stored != parameter.numel() or what.size != parameter.shape:
-        raise ValueError(f"{name} has {stored} numbers, and its parameter {parameter.numel()}")
-    tensor = torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
-    return with_shard(tensor, torch.empty_like(local(tensor), device="cpu")) if away else tensor
+    stored_count = 0 if what is None else sum(math.prod(chunk.sizes) for chunk in what.chunks)
+    if what is None or stored_count != parameter.numel() or what.size != parameter.shape:
+        raise ValueError(f"{name} has {stored_count} numbers, and its parameter {parameter.numel()}")
+    empty_tensor = torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
+    return with_shard(empty_tensor, torch.empty_like(local(empty_tensor), device="cpu")) if away else empty_tensor

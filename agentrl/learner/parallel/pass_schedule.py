@@ -31,21 +31,23 @@ class Pass:
 def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> list[list[Pass]]:
     """The passes of each of `size` ranks, as many for each."""
     if size == 1:
-        return [[Pass(place, pack) for place, pack in enumerate(packs)]]
+        return [[Pass(pack_index, pack) for pack_index, pack in enumerate(packs)]]
     # The dearest first, so that the passes of a round cost about the same: a round takes as long as its dearest pass.
     remaining = sorted(range(len(packs)), key=lambda place: -cost(packs[place]))
-    shares: list[list[Pass]] = [[] for _ in range(size)]
+    rank_shares: list[list[Pass]] = [[] for _ in range(size)]
     while remaining:
-        alike = [place for place in remaining if _models(packs[place]) == _models(packs[remaining[0]])]
-        for start in range(0, len(alike), size):
-            turn = alike[start : start + size]
-            for rank, share in enumerate(shares):
+        alike_indices = [
+            pack_index for pack_index in remaining if _models(packs[pack_index]) == _models(packs[remaining[0]])
+        ]
+        for first_of_round in range(0, len(alike_indices), size):
+            round_indices = alike_indices[first_of_round : first_of_round + size]
+            for rank, rank_share in enumerate(rank_shares):
                 # The last pass again, with a gradient that counts 0 times: the rank has to enter the same collectives
                 # as the others.
-                place = turn[min(rank, len(turn) - 1)]
-                share.append(Pass(place, packs[place], counts=rank < len(turn)))
-        remaining = [place for place in remaining if place not in alike]
-    return shares
+                pack_index = round_indices[min(rank, len(round_indices) - 1)]
+                rank_share.append(Pass(pack_index, packs[pack_index], counts=rank < len(round_indices)))
+        remaining = [pack_index for pack_index in remaining if pack_index not in alike_indices]
+    return rank_shares
 
 
 def _models(pack: Pack) -> tuple[object, ...]:
@@ -70,17 +72,19 @@ def laid(
     larger than a pass, and its stem is computed once on each rank, its passes are as they are."""
     if size == 1:
         return packs(groups, budget, device, shared=shared, stems=stems)
-    passes: list[Pack] = []
+    laid_passes: list[Pack] = []
     for kind_groups in kinds(groups):
-        kind_groups = kind_groups if shared else [[row] for rows in kind_groups for row in rows]
-        trees: list[PrefixTree] = []
-        for divided in (forest(rows, budget) for rows in kind_groups if rows):
-            apart = grown(divided, device, size) if stems else []
-            passes += apart
-            trees += [] if apart else divided
-        for together in _bins(trees, budget, size, cost):
-            passes += packs(together, budget, device, shared=shared)
-    return passes
+        kind_groups = (
+            kind_groups if shared else [[single_row] for group_rows in kind_groups for single_row in group_rows]
+        )
+        small_trees: list[PrefixTree] = []
+        for group_trees in (forest(group_rows, budget) for group_rows in kind_groups if group_rows):
+            stem_passes = grown(group_trees, device, size) if stems else []
+            laid_passes += stem_passes
+            small_trees += [] if stem_passes else group_trees
+        for together in _bins(small_trees, budget, size, cost):
+            laid_passes += packs(together, budget, device, shared=shared)
+    return laid_passes
 
 
 def _bins(
@@ -88,24 +92,28 @@ def _bins(
 ) -> list[list[Sequence[Row]]]:
     """The rows of the trees of each pass: the dearest trees first, each to the cheapest with room (Graham 1969)."""
     trees = list(trees)
-    while len(trees) < size and (parts := [tree for tree in trees if len(tree.rows) > 1]):
-        tree = max(parts, key=cost)
-        trees.remove(tree)
-        half = len(tree.rows) // 2
-        trees += [build_tree(tree.rows[:half]), build_tree(tree.rows[half:])]
-    rounds = -(-sum(len(tree.token_ids_N) for tree in trees) // (budget * size))
-    bins: list[list[Sequence[Row]]] = [[] for _ in range(rounds * size)]
-    nodes, costs = [0] * len(bins), [0.0] * len(bins)
-    for tree_cost, tree in sorted(((cost(tree), tree) for tree in trees), key=lambda pair: -pair[0]):
-        count = len(tree.token_ids_N)
-        room = [place for place, had in enumerate(nodes) if not had or had + count <= budget]
-        if not room:
-            room = [len(bins)]
-            bins += [[] for _ in range(size)]
-            nodes += [0] * size
-            costs += [0.0] * size
-        place = min(room, key=costs.__getitem__)
-        bins[place].append(tree.rows)
-        nodes[place] += count
-        costs[place] += tree_cost
-    return [rows for rows in bins if rows]
+    while len(trees) < size and (divisible_trees := [row_tree for row_tree in trees if len(row_tree.rows) > 1]):
+        row_tree = max(divisible_trees, key=cost)
+        trees.remove(row_tree)
+        half_count = len(row_tree.rows) // 2
+        trees += [build_tree(row_tree.rows[:half_count]), build_tree(row_tree.rows[half_count:])]
+    round_count = -(-sum(len(row_tree.token_ids_N) for row_tree in trees) // (budget * size))
+    rows_of_bins: list[list[Sequence[Row]]] = [[] for _ in range(round_count * size)]
+    nodes_of_bins, costs_of_bins = [0] * len(rows_of_bins), [0.0] * len(rows_of_bins)
+    for tree_cost, row_tree in sorted(((cost(row_tree), row_tree) for row_tree in trees), key=lambda pair: -pair[0]):
+        tree_nodes = len(row_tree.token_ids_N)
+        bins_with_room = [
+            cheapest_bin
+            for cheapest_bin, bin_nodes in enumerate(nodes_of_bins)
+            if not bin_nodes or bin_nodes + tree_nodes <= budget
+        ]
+        if not bins_with_room:
+            bins_with_room = [len(rows_of_bins)]
+            rows_of_bins += [[] for _ in range(size)]
+            nodes_of_bins += [0] * size
+            costs_of_bins += [0.0] * size
+        cheapest_bin = min(bins_with_room, key=costs_of_bins.__getitem__)
+        rows_of_bins[cheapest_bin].append(row_tree.rows)
+        nodes_of_bins[cheapest_bin] += tree_nodes
+        costs_of_bins[cheapest_bin] += tree_cost
+    return [bin_rows for bin_rows in rows_of_bins if bin_rows]

@@ -72,8 +72,8 @@ class Portion:
         """All nodes of a pass, or of a span."""
         if span is None:
             return cls(pack, pack.branches, pack.predictors_P)
-        nodes = torch.arange(*span, device=pack.token_ids_N.device)
-        return cls(pack, pieces(pack.branches, [span]), _predictors(pack, span) - span[0], nodes)
+        span_nodes = torch.arange(*span, device=pack.token_ids_N.device)
+        return cls(pack, pieces(pack.branches, [span]), _predictors(pack, span) - span[0], span_nodes)
 
     @property
     def token_ids_n(self) -> Tensor:
@@ -116,13 +116,15 @@ class Portion:
         joined."""
         if self.row_p is None:
             return statistics_of(own, plain)
-        count = len(self.pack.predictors_P)
-        at_P = self.row_p.new_full((count,), -1).index_copy(0, self.row_p, torch.arange(len(self.row_p)).to(self.row_p))
-        (here, own_J), (plain_places, plain_J) = own.only(at_P), plain.only(at_P)
-        own_I, plain_O, entropy_p = statistics_of(here, plain_places)
-        sizes = len(own.row_I), len(plain.row_I), count
-        parts = zip((own_I, plain_O, entropy_p), (own_J, plain_J, self.row_p), sizes, strict=True)
-        own_I, plain_O, entropy_P = self.joined(list(parts), "log-probs")
+        predictor_count = len(self.pack.predictors_P)
+        at_P = self.row_p.new_full((predictor_count,), -1).index_copy(
+            0, self.row_p, torch.arange(len(self.row_p)).to(self.row_p)
+        )
+        (own_places, own_J), (plain_places, plain_J) = own.only(at_P), plain.only(at_P)
+        own_I, plain_O, entropy_p = statistics_of(own_places, plain_places)
+        vector_sizes = len(own.row_I), len(plain.row_I), predictor_count
+        own_parts = zip((own_I, plain_O, entropy_p), (own_J, plain_J, self.row_p), vector_sizes, strict=True)
+        own_I, plain_O, entropy_P = self.joined(list(own_parts), "log-probs")
         return own_I[own.back_I], plain_O[plain.back_I], entropy_P
 
     def joined(self, parts: Sequence[tuple[Tensor, Tensor, int]], name: str) -> list[Tensor]:
@@ -131,8 +133,15 @@ class Portion:
         assert self.meshes is not None
         # Zeros where others have numbers, then one sum: its gradient is a sum too, so that nothing special has to be
         # written for the backward pass.
-        vectors = [numbers.new_zeros(size).index_copy(0, places, numbers) for numbers, places, size in parts]
-        return list(added_up(torch.cat(vectors), self.meshes.team, name).split([len(vector) for vector in vectors]))
+        sparse_vectors = [
+            own_numbers.new_zeros(vector_size).index_copy(0, own_places, own_numbers)
+            for own_numbers, own_places, vector_size in parts
+        ]
+        return list(
+            added_up(torch.cat(sparse_vectors), self.meshes.team, name).split(
+                [len(sparse_vector) for sparse_vector in sparse_vectors]
+            )
+        )
 
 
 def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
@@ -144,9 +153,11 @@ def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
         at_P = torch.arange(len(rank_portion.keep_c), device=rank_portion.keep_c.device)
     else:
         rank_portion, at_P = _of_nodes(pack, meshes, span or (0, len(pack.token_ids_N)))
-    column, width = (0, 1) if meshes.tensor is None else (meshes.tensor.get_local_rank(1), meshes.tensor.size(1))
-    rows = slice(len(at_P) * column // width, len(at_P) * (column + 1) // width)
-    return replace(rank_portion, rows=rows, row_p=at_P[rows], meshes=meshes)
+    own_column, column_count = 0, 1
+    if meshes.tensor is not None:
+        own_column, column_count = meshes.tensor.get_local_rank(1), meshes.tensor.size(1)
+    own_rows = slice(len(at_P) * own_column // column_count, len(at_P) * (own_column + 1) // column_count)
+    return replace(rank_portion, rows=own_rows, row_p=at_P[own_rows], meshes=meshes)
 
 
 def _predictors(pack: Pack, span: Span) -> Tensor:
@@ -156,73 +167,75 @@ def _predictors(pack: Pack, span: Span) -> Tensor:
 
 def _of_nodes(pack: Pack, meshes: Meshes, span: Span) -> tuple[Portion, Tensor]:
     """This rank's nodes of a span, and which of the pass's predictors are among them."""
-    size, device = distributed.get_world_size(meshes.context), pack.token_ids_N.device
-    shares = spans(pieces(pack.branches, [span]), size)
-    each = [torch.cat([torch.arange(*run) for run in share]) for share in shares]
-    most = max(map(len, each))
+    rank_count, device = distributed.get_world_size(meshes.context), pack.token_ids_N.device
+    rank_shares = spans(pieces(pack.branches, [span]), rank_count)
+    nodes_by_rank = [torch.cat([torch.arange(*node_run) for node_run in rank_share]) for rank_share in rank_shares]
+    most_nodes = max(map(len, nodes_by_rank))
     place_N = torch.empty(span[1] - span[0], dtype=torch.long)
-    for rank, node_n in enumerate(each):
-        place_N[node_n - span[0]] = torch.arange(len(node_n)) + rank * most
+    for rank, node_n in enumerate(nodes_by_rank):
+        place_N[node_n - span[0]] = torch.arange(len(node_n)) + rank * most_nodes
     place_N, rank = place_N.to(device), distributed.get_rank(meshes.context)
-    place_P = place_N[_predictors(pack, span) - span[0]] - rank * most
-    at_P = ((place_P >= 0) & (place_P < most)).nonzero()[:, 0]
-    branches, node_n = pieces(pack.branches, shares[rank]), each[rank].to(device)
-    own_n = place_N[node_n - span[0]] // most == rank
-    return Portion(pack, branches, place_P[at_P], node_n, place_N=place_N, most=most, own_n=own_n), at_P
+    place_P = place_N[_predictors(pack, span) - span[0]] - rank * most_nodes
+    at_P = ((place_P >= 0) & (place_P < most_nodes)).nonzero()[:, 0]
+    branches, node_n = pieces(pack.branches, rank_shares[rank]), nodes_by_rank[rank].to(device)
+    own_n = place_N[node_n - span[0]] // most_nodes == rank
+    return Portion(pack, branches, place_P[at_P], node_n, place_N=place_N, most=most_nodes, own_n=own_n), at_P
 
 
 def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
     """The nodes of each of `size` ranks, of branches side by side, in order: about as many for each, and about as many
     pairs of a query and a key that it sees. If there are fewer nodes than ranks, the others compute the first node too,
     and nobody reads it."""
-    shares: list[list[Span]] = []
-    for runs in _RUNS:
-        shares, seen = _dealt(branches, size, runs * size)
-        if max(seen) * size <= _UNEVEN * sum(seen):
+    rank_shares: list[list[Span]] = []
+    for runs_per_rank in _RUNS:
+        rank_shares, rank_costs = _dealt(branches, size, runs_per_rank * size)
+        if max(rank_costs) * size <= _UNEVEN * sum(rank_costs):
             break
-    first = branches[0].start
-    return [_merged(sorted(share or [(first, first + 1)])) for share in shares]
+    first_node = branches[0].start
+    return [_merged(sorted(rank_share or [(first_node, first_node + 1)])) for rank_share in rank_shares]
 
 
 def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[Span]], list[int]]:
     """Cut the nodes into `runs` runs of about equal length, and deal them out to `size` ranks: the costliest first,
     each to the rank whose runs cost the least so far, if it may have one more. Returns the runs and the cost of each
     rank. A run costs the pairs of a query and a key that its nodes see."""
-    first, nodes = branches[0].start, branches[-1].stop - branches[0].start
-    edges = list(dict.fromkeys(first + nodes * number // runs for number in range(runs + 1)))
-    cost = {
-        run: sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in pieces(branches, [run]))
-        for run in pairwise(edges)
+    first_node, node_count = branches[0].start, branches[-1].stop - branches[0].start
+    run_edges = list(dict.fromkeys(first_node + node_count * edge_index // runs for edge_index in range(runs + 1)))
+    run_costs = {
+        node_run: sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in pieces(branches, [node_run]))
+        for node_run in pairwise(run_edges)
     }
-    shares: list[list[Span]] = [[] for _ in range(size)]
-    seen = [0] * size  # the cost of each rank
-    most = -(-len(cost) // size)
-    for run in sorted(cost, key=lambda run: -cost[run]):
-        rank = min((rank for rank in range(size) if len(shares[rank]) < most), key=seen.__getitem__)
-        shares[rank].append(run)
-        seen[rank] += cost[run]
-    return shares, seen
+    rank_shares: list[list[Span]] = [[] for _ in range(size)]
+    rank_costs = [0] * size  # the cost of each rank
+    most_runs = -(-len(run_costs) // size)
+    for node_run in sorted(run_costs, key=lambda run: -run_costs[run]):
+        rank = min((rank for rank in range(size) if len(rank_shares[rank]) < most_runs), key=rank_costs.__getitem__)
+        rank_shares[rank].append(node_run)
+        rank_costs[rank] += run_costs[node_run]
+    return rank_shares, rank_costs
 
 
 def _merged(share: Sequence[Span]) -> list[Span]:
-    merged = [share[0]]
+    merged_spans = [share[0]]
     for start, stop in share[1:]:
-        if start == merged[-1][1]:
-            merged[-1] = (merged[-1][0], stop)
+        if start == merged_spans[-1][1]:
+            merged_spans[-1] = (merged_spans[-1][0], stop)
         else:
-            merged.append((start, stop))
-    return merged
+            merged_spans.append((start, stop))
+    return merged_spans
 
 
 def pieces(branches: Sequence[Branch], share: Sequence[Span]) -> list[Branch]:
     """The parts of branches whose nodes are in some spans. All are in order."""
-    parts: list[Branch] = []
-    for first, last in share:
+    branch_pieces: list[Branch] = []
+    for span_start, span_stop in share:
         for branch in branches:
-            start, stop = max(first, branch.start), min(last, branch.stop)
-            if start < stop:
-                parts.append(Branch(start, stop, branch.path[: len(branch.path) - (branch.stop - stop)]))
-    return parts
+            piece_start, piece_stop = max(span_start, branch.start), min(span_stop, branch.stop)
+            if piece_start < piece_stop:
+                branch_pieces.append(
+                    Branch(piece_start, piece_stop, branch.path[: len(branch.path) - (branch.stop - piece_stop)])
+                )
+    return branch_pieces
 
 
 class _Gather(torch.autograd.Function):
@@ -232,18 +245,18 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, own_nX: Tensor, place_N: Tensor, most: int, group: Any, name: str) -> Tensor:
         ctx.save_for_backward(place_N)
         ctx.gathering = len(own_nX), most, group, name
-        padded = torch.cat([own_nX, own_nX.new_zeros(most - len(own_nX), *own_nX.shape[1:])])
-        gathered = padded.new_empty(most * distributed.get_world_size(group), *padded.shape[1:])
+        padded_nodes = torch.cat([own_nX, own_nX.new_zeros(most - len(own_nX), *own_nX.shape[1:])])
+        gathered_nodes = padded_nodes.new_empty(most * distributed.get_world_size(group), *padded_nodes.shape[1:])
         with named(name):
-            ALL_GATHER(gathered, padded, group=group)
-        return gathered.index_select(0, place_N)
+            ALL_GATHER(gathered_nodes, padded_nodes, group=group)
+        return gathered_nodes.index_select(0, place_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (place_N,), (count, most, group, name) = ctx.saved_tensors, ctx.gathering
-        size = most * distributed.get_world_size(group)
-        whole_grad = grads[0].new_zeros(size, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
-        own_grad = whole_grad.new_empty(most, *whole_grad.shape[1:])
+        (place_N,), (own_count, most_nodes, group, name) = ctx.saved_tensors, ctx.gathering
+        padded_count = most_nodes * distributed.get_world_size(group)
+        whole_grad = grads[0].new_zeros(padded_count, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
+        own_grad = whole_grad.new_empty(most_nodes, *whole_grad.shape[1:])
         with named(f"{name}, backward"):
             REDUCE_SCATTER(own_grad, whole_grad, group=group)
-        return own_grad[:count], None, None, None, None
+        return own_grad[:own_count], None, None, None, None

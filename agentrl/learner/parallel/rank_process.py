@@ -32,27 +32,27 @@ def serve(
     line: Connection[Any, Any], ledger: Ledger, rank: int, size: int, meeting: Path, device: str, wait_s: float
 ) -> None:
     """Do what rank 0 says on `line`, until it ends the process."""
-    orders: queue.SimpleQueue[BuildWorker | RankOrder[RankWorker, object]] = queue.SimpleQueue()
+    order_queue: queue.SimpleQueue[BuildWorker | RankOrder[RankWorker, object]] = queue.SimpleQueue()
     # A thread, since the main one may be inside a collective for a long time: when rank 0 ends, its end of the socket
     # closes, and this thread ends the process (law 4).
-    threading.Thread(target=_listen, args=(line, orders), name="orders", daemon=True).start()
+    threading.Thread(target=_listen, args=(line, order_queue), name="orders", daemon=True).start()
     send(line, RankReply())
     try:
-        where = torch.device(device)
-        member = join(ledger, meeting, rank=rank, size=size, device=where, deadline_s=wait_s)
-        worker: RankWorker | None = None
+        torch_device = torch.device(device)
+        rank_member = join(ledger, meeting, rank=rank, size=size, device=torch_device, deadline_s=wait_s)
+        rank_worker: RankWorker | None = None
         while True:
-            order = orders.get()
-            if isinstance(order, BuildWorker):
-                worker = order.build(where, member)
+            next_order = order_queue.get()
+            if isinstance(next_order, BuildWorker):
+                rank_worker = next_order.build(torch_device, rank_member)
                 send(line, RankReply())
             else:
-                assert worker is not None, "rank 0 has its learner built first"
-                send(line, RankReply(order.run(worker)))
-    except Exception as error:  # whatever it is, rank 0 must know before this process ends
+                assert rank_worker is not None, "rank 0 has its learner built first"
+                send(line, RankReply(next_order.run(rank_worker)))
+    except Exception as order_error:  # whatever it is, rank 0 must know before this process ends
         traceback.print_exc()
-        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        send(line, RankReply(error=text, in_collective=ledger.standings()[rank].inside))
+        error_line = f"{type(order_error).__name__}: {next(iter(str(order_error).splitlines()), '')}"
+        send(line, RankReply(error=error_line, in_collective=ledger.standings()[rank].inside))
         os._exit(1)  # torch's threads may wait for ranks that have ended
 
 
@@ -66,13 +66,21 @@ def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[Any]) -> None:
 
 
 def main() -> None:
-    rank, size, line, ledger, meeting, device, wait_s = sys.argv[1:]
+    rank, rank_count, line_descriptor, ledger_descriptor, meeting_path, device_name, wait_s = sys.argv[1:]
     # Ctrl-C reaches all processes of a terminal. Rank 0 decides what it means, and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log
-    own_ledger = Ledger(int(ledger), int(rank), int(size))
-    serve(Connection(int(line)), own_ledger, int(rank), int(size), Path(meeting), device, float(wait_s))
+    own_ledger = Ledger(int(ledger_descriptor), int(rank), int(rank_count))
+    serve(
+        Connection(int(line_descriptor)),
+        own_ledger,
+        int(rank),
+        int(rank_count),
+        Path(meeting_path),
+        device_name,
+        float(wait_s),
+    )
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def _work(store: distributed.Store, key: str, rank: int, work: Callable[[Callabl
     failure: tuple[int | None, str] | None = None
     try:
         work(lambda: store.add(_progress(key, rank), 1))
-    except Exception as error:  # whatever it is, rank 0 must know
-        failure = getattr(error, "errno", None), f"{type(error).__name__}: {error}"
+    except Exception as work_error:  # whatever it is, rank 0 must know
+        failure = getattr(work_error, "errno", None), f"{type(work_error).__name__}: {work_error}"
     store.set(_end(key, rank), json.dumps(failure))
 
 
@@ -106,26 +106,26 @@ def settle_work(
     `where` it stands, if it has not got on for `deadline_s`. `progress` is called whenever one gets on. Raises
     RankLost; OSError for one that a rank had; RunFailed for another error."""
     for rank in ranks:
-        seen, since = 0, time.monotonic()
+        seen_count, last_progress = 0, time.monotonic()
         while not store.check([_end(key, rank)]):
-            if ended := why_ended(rank):
-                raise RankLost(f"{ended}. It had not written its part of a checkpoint")
-            if (now := _count(store, _progress(key, rank))) != seen:
-                seen, since = now, time.monotonic()
+            if end_reason := why_ended(rank):
+                raise RankLost(f"{end_reason}. It had not written its part of a checkpoint")
+            if (progress_count := _count(store, _progress(key, rank))) != seen_count:
+                seen_count, last_progress = progress_count, time.monotonic()
                 progress()
-            elif time.monotonic() - since > deadline_s:
+            elif time.monotonic() - last_progress > deadline_s:
                 raise RankLost(
                     f"{where(rank)}. It wrote nothing of its part of a checkpoint for {deadline_s:g} s "
                     "(half of train.progress_deadline_s)"
                 )
             time.sleep(_PROGRESS_LOOK_S)
-        error = json.loads(store.get(_end(key, rank)))
-        for used in (_end(key, rank), _progress(key, rank)):
-            store.delete_key(used)
-        if error is not None:
-            number, text = error
-            message = f"rank {rank} could not write its part of a checkpoint: {text}"
-            raise RunFailed(message) if number is None else OSError(number, message)
+        work_failure = json.loads(store.get(_end(key, rank)))
+        for used_key in (_end(key, rank), _progress(key, rank)):
+            store.delete_key(used_key)
+        if work_failure is not None:
+            error_number, error_line = work_failure
+            message = f"rank {rank} could not write its part of a checkpoint: {error_line}"
+            raise RunFailed(message) if error_number is None else OSError(error_number, message)
 
 
 def _count(store: distributed.Store, key: str) -> int:
@@ -268,21 +268,24 @@ class RankMember:
     def close(self) -> None: ...
 
     def arrange(self, plan: ParallelPlan) -> None:
-        tensor, expert = self._table("data", "tensor", plan.tensor), self._table("copies", "expert", plan.expert)
-        context, team = None, None if tensor is None else tensor.get_group("tensor")
+        tensor_mesh = self._table("data", "tensor", plan.tensor)
+        expert_mesh = self._table("copies", "expert", plan.expert)
+        context_group, team_group = None, None if tensor_mesh is None else tensor_mesh.get_group("tensor")
         if plan.context > 1:
-            key = plan.context, plan.tensor
-            if key not in self.teams:
-                self.teams[key] = teams(self.rank, self.size, *key, self.timeout)
-            context, team = self.teams[key]
-        self.meshes = replace(self.meshes, tensor=tensor, expert=expert, context=context, team=team)
+            team_shape = plan.context, plan.tensor
+            if team_shape not in self.teams:
+                self.teams[team_shape] = teams(self.rank, self.size, *team_shape, self.timeout)
+            context_group, team_group = self.teams[team_shape]
+        self.meshes = replace(
+            self.meshes, tensor=tensor_mesh, expert=expert_mesh, context=context_group, team=team_group
+        )
 
     def _table(self, column: str, row: str, width: int) -> DeviceMesh | None:
         if width == 1:
             return None
         if (row, width) not in self.tables:
-            device = self.meshes.ranks.device_type
-            self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device)
+            device_type = self.meshes.ranks.device_type
+            self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device_type)
         return self.tables[row, width]
 
     def portion(self, pack: Pack, span: Span | None = None) -> Portion:
@@ -299,10 +302,10 @@ class RankMember:
         """This rank has cut another model. The key that the store has when all have: one may read for much longer than
         another, and a collective has a deadline."""
         self.cuts += 1
-        key = f"all have cut model {self.cuts}"
+        store_key = f"all have cut model {self.cuts}"
         if self.store.add(f"ranks that have cut model {self.cuts}", 1) == self.size:
-            self.store.set(key, "")
-        return key
+            self.store.set(store_key, "")
+        return store_key
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
         begin_work(self.store, key, self.rank, work)
@@ -318,17 +321,17 @@ def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.d
     of torch's that listens on a port takes orders from everybody."""
     collectives.keep(ledger)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # else gloo listens where the host's name leads
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    is_on_gpu = device.type == "cuda"
+    if is_on_gpu:
         torch.cuda.set_device(device)
-    store = distributed.FileStore(str(meeting), size)
-    store.set_timeout(timedelta(seconds=deadline_s))
+    file_store = distributed.FileStore(str(meeting), size)
+    file_store.set_timeout(timedelta(seconds=deadline_s))
     # NCCL's own watchdog would end the process without a word on who is missing: ours comes before it.
-    timeout = timedelta(seconds=2 * (deadline_s + _GRACE_S) if on_gpu else deadline_s)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    timeout = timedelta(seconds=2 * (deadline_s + _GRACE_S) if is_on_gpu else deadline_s)
+    backend = "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo"
     with collectives.named("meeting"):
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return RankMember(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
+        distributed.init_process_group(backend, store=file_store, rank=rank, world_size=size, timeout=timeout)
+        return RankMember(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), file_store)
 
 
 @dataclass(slots=True)
@@ -341,11 +344,11 @@ class OtherRank:
 
     def read(self) -> object:
         """Read a reply. Raises RuntimeError for an error of that rank."""
-        reply: RankReply = receive(self.line)
-        if reply.error is not None:
-            self.failed = reply
-            raise RuntimeError(reply.error)
-        return reply.value
+        rank_reply: RankReply = receive(self.line)
+        if rank_reply.error is not None:
+            self.failed = rank_reply
+            raise RuntimeError(rank_reply.error)
+        return rank_reply.value
 
 
 class RankWatch:
@@ -376,10 +379,10 @@ class RankWatch:
 
     def advanced(self) -> bool:
         """Whether some rank has entered a collective since the last call."""
-        counts = [standing.count for standing in self._ledger.standings()]
-        if counts == self._seen:
+        collective_counts = [standing.count for standing in self._ledger.standings()]
+        if collective_counts == self._seen:
             return False
-        self._seen, self._seen_at = counts, time.monotonic()
+        self._seen, self._seen_at = collective_counts, time.monotonic()
         self._progress()
         return True
 
@@ -392,59 +395,62 @@ class RankWatch:
             # Time alone proves nothing: rank 0 may compute for long between two collectives, with all ranks at the same
             # one.
             if standings[0].inside or len({standing.count for standing in standings}) > 1:
-                lost = self.lost(TimeoutError())
+                rank_lost = self.lost(TimeoutError())
                 if self._ends is not None:
-                    self._ends(str(lost))
+                    self._ends(str(rank_lost))
                 return
 
     def lost(self, error: BaseException) -> RankLost | None:
         """Explain a failed collective by the strongest evidence that the next moments bring; None if no rank is to
         blame."""
-        until = time.monotonic() + _EVIDENCE_S
+        evidence_until = time.monotonic() + _EVIDENCE_S
         while True:
-            for other in self._others:
+            for other_rank in self._others:
                 with suppress(RuntimeError, OSError, EOFError):
-                    while other.failed is None and other.line.poll():
-                        other.read()
+                    while other_rank.failed is None and other_rank.line.poll():
+                        other_rank.read()
             # A rank that died makes others fail in their collective. Its own end is the cause, and their failures
             # are no reasons here.
-            reasons = [self.why_ended(rank) for rank in range(1, self._size)]
+            possible_reasons = [self.why_ended(rank) for rank in range(1, self._size)]
             standings = self._ledger.standings()
-            most = max(standing.count for standing in standings)
-            if ended := [line for line in reasons if line]:
-                return RankLost("; ".join(ended))
-            if time.monotonic() > until:
+            furthest_count = max(standing.count for standing in standings)
+            if end_reasons := [end_reason for end_reason in possible_reasons if end_reason]:
+                return RankLost("; ".join(end_reasons))
+            if time.monotonic() > evidence_until:
                 break
             time.sleep(0.05)
         if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
             return None  # its own: a full disk, say
-        missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
-        furthest = next(standing for standing in standings if standing.count == most)
-        late = "; ".join(self.where(rank) for rank in missing or range(1, self._size))
+        missing_ranks = [rank for rank, standing in enumerate(standings) if standing.count < furthest_count]
+        furthest = next(standing for standing in standings if standing.count == furthest_count)
+        late_ranks = "; ".join(self.where(rank) for rank in missing_ranks or range(1, self._size))
         return RankLost(
-            f"{late}. It did not come to {furthest.name!r}, collective {most}, within {self._deadline_s:g} s "
-            f"(half of train.progress_deadline_s): {_first_line(error)}"
+            f"{late_ranks}. It did not come to {furthest.name!r}, collective {furthest_count}, within "
+            f"{self._deadline_s:g} s (half of train.progress_deadline_s): {_first_line(error)}"
         )
 
     def why_ended(self, rank: int) -> str | None:
         """Why a rank ended, if it did by itself."""
-        other = self._others[rank - 1]
-        if other.failed is not None:
-            return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
-        status = other.process.poll()
-        if status is None:
+        other_rank = self._others[rank - 1]
+        if other_rank.failed is not None:
+            return None if other_rank.failed.in_collective else f"rank {rank} failed: {other_rank.failed.error}"
+        exit_status = other_rank.process.poll()
+        if exit_status is None:
             return None
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        end_cause = signal.Signals(-exit_status).name if exit_status < 0 else f"exit status {exit_status}"
         standing = self._ledger.standings()[rank]
-        return f"rank {rank} of {self._size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
+        return (
+            f"rank {rank} of {self._size} ended by {end_cause} {'in' if standing.inside else 'after'} {standing.name!r}"
+        )
 
     def where(self, rank: int) -> str:
         """The last collective of a rank."""
         standing = self._ledger.standings()[rank]
-        pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
-        how = " is stopped" if is_stopped(pid) else ""
+        process_id = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
+        stopped_note = " is stopped" if is_stopped(process_id) else ""
         return (
-            f"rank {rank} of {self._size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
+            f"rank {rank} of {self._size} (process {process_id}){stopped_note}, last in {standing.name!r}, "
+            f"collective {standing.count}"
         )
 
 
@@ -491,51 +497,55 @@ class Leader:
         thread, with the reason, and has to end the process. Raises RankLost."""
         self.size, self._deadline_s, self._start_s = len(devices), deadline_s, start_s
         self._progress, self._closed = progress, threading.Event()
-        folder = OwnedFolder()
-        weakref.finalize(self, folder.close)  # not in `close`: another thread may still ask the store
-        meeting = folder.path / "store"
-        with tempfile.TemporaryFile() as file:
-            self.ledger = Ledger(file.fileno(), 0, self.size)
+        meeting_folder = OwnedFolder()
+        weakref.finalize(self, meeting_folder.close)  # not in `close`: another thread may still ask the store
+        store_path = meeting_folder.path / "store"
+        with tempfile.TemporaryFile() as ledger_file:
+            self.ledger = Ledger(ledger_file.fileno(), 0, self.size)
             self._others = [
-                self._start(rank, file.fileno(), (meeting, str(device))) for rank, device in enumerate(devices) if rank
+                self._start(rank, ledger_file.fileno(), (store_path, str(device)))
+                for rank, device in enumerate(devices)
+                if rank
             ]
         self._watch = RankWatch(self.ledger, self._others, deadline_s=deadline_s, progress=progress, ends=ends)
         try:
             with self._working():
                 for rank in range(1, self.size):
                     self._reply(rank, start_s)  # they have loaded torch
-                where = devices[0]
-                self._member = join(self.ledger, meeting, rank=0, size=self.size, device=where, deadline_s=deadline_s)
+                own_device = devices[0]
+                self._member = join(
+                    self.ledger, store_path, rank=0, size=self.size, device=own_device, deadline_s=deadline_s
+                )
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._watch.run, args=(self._closed,), name="ranks", daemon=True).start()
 
     def _start(self, rank: int, ledger: int, arguments: tuple[Path, str]) -> OtherRank:
-        ours, theirs = socket.socketpair()
+        own_socket, rank_socket = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
             # A timeout of the kernel's: `send_bytes` of a large order blocks inside a system call that no Python
             # deadline reaches.
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
-        argv = [rank, self.size, theirs.fileno(), ledger, *arguments, self._deadline_s]
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "agentrl.learner.parallel.rank_process", *map(str, argv)],
+            own_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
+        arguments_of_rank = [rank, self.size, rank_socket.fileno(), ledger, *arguments, self._deadline_s]
+        with rank_socket:
+            rank_process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.learner.parallel.rank_process", *map(str, arguments_of_rank)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), ledger),
+                pass_fds=(rank_socket.fileno(), ledger),
                 env={
                     # A rank computes; it needs no key of an engine or a store, and its environment can be read by the
                     # user's other processes.
                     **SECRETS.without(os.environ),
-                    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+                    "PYTHONPATH": os.pathsep.join(path_entry for path_entry in sys.path if path_entry),
                 },
             )
-        return OtherRank(process, Connection(ours.detach()))
+        return OtherRank(rank_process, Connection(own_socket.detach()))
 
     @property
     def processes(self) -> list[int]:
         """The ids of the other ranks' processes, rank 1 first."""
-        return [other.process.pid for other in self._others]
+        return [other_rank.process.pid for other_rank in self._others]
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
@@ -566,13 +576,13 @@ class Leader:
 
     def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         shard(module, self._member.meshes, dtype)
-        key, began = self._member.arrive(), time.monotonic()
-        while not self._member.store.check([key]):
+        store_key, start_time = self._member.arrive(), time.monotonic()
+        while not self._member.store.check([store_key]):
             # Polled by hand, since a wait of the store would go on for `start_s` after a rank has died while it read
             # its weights.
-            if any(other.process.poll() is not None for other in self._others):
+            if any(other_rank.process.poll() is not None for other_rank in self._others):
                 raise EOFError
-            if time.monotonic() - began > self._start_s:
+            if time.monotonic() - start_time > self._start_s:
                 raise TimeoutError(f"the ranks have not read their weights within {self._start_s:g} s")
             self._progress()
             time.sleep(_LOOK_S / 10)
@@ -582,8 +592,8 @@ class Leader:
         with self._working():
             self._order(orders)
             # Rank 0 works as well, in this thread, after all others have their orders: they meet in its collectives.
-            result = orders[0].run(worker)
-            return [result, *[cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]]
+            own_result = orders[0].run(worker)
+            return [own_result, *[cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]]
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
 
@@ -601,11 +611,11 @@ class Leader:
     def close(self) -> None:
         """End the other ranks. Safe at any time."""
         self._closed.set()
-        for other in self._others:
-            other.line.close()
+        for other_rank in self._others:
+            other_rank.line.close()
             # At once: a rank has nothing to finish. What it has written counts only once rank 0 has settled it.
-            other.process.kill()
-            other.process.wait()
+            other_rank.process.kill()
+            other_rank.process.wait()
         collectives.keep(None)
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -620,15 +630,15 @@ class Leader:
             except AgentRLError:
                 self.close()
                 raise
-            except collectives.OutOfStep as error:
+            except collectives.OutOfStep as torch_error:
                 self.close()
-                raise RankLost(str(error)) from error
-            except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
-                lost = self._watch.lost(error)
+                raise RankLost(str(torch_error)) from torch_error
+            except (RuntimeError, OSError, EOFError) as torch_error:  # torch's for a collective, and that of a socket
+                rank_lost = self._watch.lost(torch_error)
                 self.close()
-                if lost is None:
+                if rank_lost is None:
                     raise
-                raise lost from error
+                raise rank_lost from torch_error
             except BaseException:
                 self.close()
                 raise
@@ -636,19 +646,19 @@ class Leader:
     def _order(self, orders: Sequence[object]) -> None:
         if self._closed.is_set():
             raise RankLost("the ranks have ended: start the learner again")
-        for other, order in zip(self._others, orders[1:], strict=True):
-            send(other.line, order)
+        for other_rank, rank_order in zip(self._others, orders[1:], strict=True):
+            send(other_rank.line, rank_order)
 
     def _reply(self, rank: int, deadline_s: float) -> object:
-        other, began = self._others[rank - 1], time.monotonic()
-        while not other.line.poll(_LOOK_S):
-            if other.process.poll() is not None and not other.line.poll():
+        other_rank, last_progress = self._others[rank - 1], time.monotonic()
+        while not other_rank.line.poll(_LOOK_S):
+            if other_rank.process.poll() is not None and not other_rank.line.poll():
                 raise EOFError
             if self._watch.advanced():
-                began = time.monotonic()
-            if time.monotonic() - began > deadline_s:
+                last_progress = time.monotonic()
+            if time.monotonic() - last_progress > deadline_s:
                 raise TimeoutError
-        return other.read()
+        return other_rank.read()
 
 
 def _first_line(error: BaseException) -> str:
