@@ -49,14 +49,18 @@ class Setup:
 
 def kind_of(spec: SandboxSpec, setup: Setup) -> str:
     """A hash of spec and setup; boxes of one kind are interchangeable."""
-    digest = hashlib.sha256()
-    words: list[object] = [spec.image, spec.limits, spec.network, spec.covered, sorted(spec.env.items())]
-    words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]
-    words.append(setup.network)
+    kind_digest = hashlib.sha256()
+    kind_facts: list[object] = [spec.image, spec.limits, spec.network, spec.covered, sorted(spec.env.items())]
+    kind_facts += [
+        sorted(spec.files.items()),
+        sorted(setup.files.items()),
+        [list(setup_command) for setup_command in setup.commands],
+    ]
+    kind_facts.append(setup.network)
     # Whatever a command of the box could notice must be in here, or an episode gets a box that was set up for another
     # one. A forgotten field costs nothing until two environments differ in it alone.
-    digest.update(repr(words).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    kind_digest.update(repr(kind_facts).encode("utf-8", "surrogatepass"))
+    return kind_digest.hexdigest()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,84 +125,84 @@ class Pool:
             await self._exit.aclose()
         with trio.CancelScope(shield=True):
             while self._shelves:
-                _, shelf = self._shelves.popitem()
-                await _close_all(shelf.boxes)
+                _, last_shelf = self._shelves.popitem()
+                await _close_all(last_shelf.boxes)
             await self._backend.aclose()
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """A box with its files, as any backend gives it. Boxes that differ in their files alone are of one kind."""
-        box = await self.take(replace(spec, files={}))
+        taken_box = await self.take(replace(spec, files={}))
         try:
-            await _lay(box, spec.files)
+            await _lay(taken_box, spec.files)
         except BaseException:
-            await _close_all([box])
+            await _close_all([taken_box])
             raise
-        return box
+        return taken_box
 
     async def take(self, spec: SandboxSpec, setup: Setup | None = None) -> Sandbox:
         """A live box of this kind; it is the caller's to close. Raises SandboxError if none can be made."""
-        shelf = self._shelf(spec, setup or Setup())
-        while shelf.boxes:
-            box = shelf.boxes.popleft()
+        kind_shelf = self._shelf(spec, setup or Setup())
+        while kind_shelf.boxes:
+            taken_box = kind_shelf.boxes.popleft()
             # Before the box is tried: the next one is then made while this one answers.
-            shelf.refill.set()
+            kind_shelf.refill.set()
             try:
-                alive = await _is_alive(box)
+                is_alive = await _is_alive(taken_box)
             except BaseException:
-                await _close_all([box])
+                await _close_all([taken_box])
                 raise
             # Boxes may lie for long, and meanwhile the kernel's memory killer, an engine's restart or an operator may
             # have ended one. Found out here it costs one question; found out by the episode it would be a failure of
             # its first command.
-            if alive:
+            if is_alive:
                 self.counts.warm += 1
-                return box
+                return taken_box
             self.counts.dead += 1
-            await _close_all([box])
+            await _close_all([taken_box])
         # Made by the taker itself, not awaited from the refilling task: a backend that fails tells it to someone who
         # can raise it.
-        box = await self._make(shelf)
+        taken_box = await self._make(kind_shelf)
         self.counts.cold += 1
-        return box
+        return taken_box
 
     async def fill(self, spec: SandboxSpec, setup: Setup | None = None) -> None:
         """Wait until `ready` boxes of this kind lie there."""
-        shelf = self._shelf(spec, setup or Setup())
-        while len(shelf.boxes) < self._ready:
-            await shelf.filled.wait()
+        kind_shelf = self._shelf(spec, setup or Setup())
+        while len(kind_shelf.boxes) < self._ready:
+            await kind_shelf.filled.wait()
 
     def _shelf(self, spec: SandboxSpec, setup: Setup) -> Shelf:
         """The shelf of a kind, now the one used last; others give way to it."""
         if self._nursery is None:
             raise SandboxError("the pool is not open: use `async with Pool(...)`")
-        kind = kind_of(spec, setup)
-        if kind not in self._shelves:
-            shelf = self._shelves[kind] = Shelf(spec=spec, setup=setup)
+        box_kind = kind_of(spec, setup)
+        if box_kind not in self._shelves:
+            new_shelf = self._shelves[box_kind] = Shelf(spec=spec, setup=setup)
             # The task outlives the step that happened to start it, so its waits must not count for that step's
             # deadline.
             with unwatched():
-                self._nursery.start_soon(self._refill, shelf)
-        self._shelves.move_to_end(kind)
+                self._nursery.start_soon(self._refill, new_shelf)
+        self._shelves.move_to_end(box_kind)
         while len(self._shelves) > max(1, self._most // max(1, self._ready)):
-            _, oldest = self._shelves.popitem(last=False)
+            _, oldest_shelf = self._shelves.popitem(last=False)
             # The task that refills a shelf closes its boxes when it ends. Closed from here, a box that is being made at
             # this moment would come to a shelf that nobody looks at any more.
-            oldest.scope.cancel()
-        return self._shelves[kind]
+            oldest_shelf.scope.cancel()
+        return self._shelves[box_kind]
 
     async def _refill(self, shelf: Shelf) -> None:
         """Keep one shelf full until it gives way; close what is left on it."""
-        pause = _FIRST_PAUSE_S
+        pause_s = _FIRST_PAUSE_S
         try:
             with shelf.scope:
                 while True:
                     while len(shelf.boxes) < self._ready:
                         try:
                             shelf.boxes.append(await self._make(shelf))
-                            pause = _FIRST_PAUSE_S
+                            pause_s = _FIRST_PAUSE_S
                         except AgentRLError:  # whoever takes next makes one and sees why it fails
-                            await trio.sleep(pause)
-                            pause = min(2 * pause, _LONGEST_PAUSE_S)
+                            await trio.sleep(pause_s)
+                            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     shelf.filled.set()
                     shelf.filled = trio.Event()
                     shelf.refill = trio.Event()
@@ -210,26 +214,26 @@ class Pool:
     async def _make(self, shelf: Shelf) -> Sandbox:
         """A new box, set up; bounded in number and rate. Raises SandboxError."""
         async with self._creating:
-            start = max(self._next_start, trio.current_time())
+            start_time = max(self._next_start, trio.current_time())
             # The next start is booked before this one is awaited: two tasks that wait for the same instant would
             # otherwise both begin at it.
-            self._next_start = start + self._interval_s
-            await trio.sleep_until(start)
+            self._next_start = start_time + self._interval_s
+            await trio.sleep_until(start_time)
             try:
                 # A backend may be a package of somebody else's and raise anything. In a task of our nursery an unknown
                 # exception would end the pool, and with it the boxes of all episodes.
                 with boundary(SandboxError, f"the backend {self.name!r}:", place=True):
-                    box = await self._backend.create(shelf.spec)
+                    new_box = await self._backend.create(shelf.spec)
                     try:
-                        await set_up(box, shelf.setup)
+                        await set_up(new_box, shelf.setup)
                     except BaseException:
-                        await _close_all([box])
+                        await _close_all([new_box])
                         raise
             except SandboxError:
                 self.counts.failed += 1
                 raise
             self.counts.made += 1
-            return box
+            return new_box
 
 
 async def set_up(box: Sandbox, setup: Setup) -> None:
@@ -239,27 +243,33 @@ async def set_up(box: Sandbox, setup: Setup) -> None:
         for command in setup.commands:
             _must_succeed(command, await box.exec(command, timeout_s=setup.timeout_s))
     elif setup.commands:
-        async with opened(box, setup.network) as way:
+        async with opened(box, setup.network) as open_network:
             for command in setup.commands:
-                result = await way.exec(box, command, timeout_s=setup.timeout_s)
-                refused = [f"{each.host}:{each.port} ({each.refused})" for each in way.requests if each.refused]
-                _must_succeed(command, result, f"; refused: {', '.join(refused[:3])}" if refused else "")
+                command_result = await open_network.exec(box, command, timeout_s=setup.timeout_s)
+                refused_requests = [
+                    f"{network_request.host}:{network_request.port} ({network_request.refused})"
+                    for network_request in open_network.requests
+                    if network_request.refused
+                ]
+                _must_succeed(
+                    command, command_result, f"; refused: {', '.join(refused_requests[:3])}" if refused_requests else ""
+                )
 
 
 def _must_succeed(command: Sequence[str], result: ExecResult, also: str = "") -> None:
     if result.exit_code != 0 or result.timed_out:
-        words = result.stderr.decode(errors="replace").strip()[-300:]
-        ended = "had no time left" if result.timed_out else f"ended with {result.exit_code}"
-        raise SandboxError(f"setup command {list(command)!r} {ended}: {words}{also}")
+        error_text = result.stderr.decode(errors="replace").strip()[-300:]
+        end_description = "had no time left" if result.timed_out else f"ended with {result.exit_code}"
+        raise SandboxError(f"setup command {list(command)!r} {end_description}: {error_text}{also}")
 
 
 async def _lay(box: Sandbox, files: Mapping[str, bytes]) -> None:
     """Write our own files, before any policy is there to be blamed. Raises SandboxError."""
-    for path, data in files.items():
+    for file_path, file_bytes in files.items():
         try:
-            await box.write(path, data)
-        except SandboxPathError as error:
-            raise SandboxError(f"{path!r} cannot be laid into a new box: {error}") from error
+            await box.write(file_path, file_bytes)
+        except SandboxPathError as path_error:
+            raise SandboxError(f"{file_path!r} cannot be laid into a new box: {path_error}") from path_error
 
 
 async def _is_alive(box: Sandbox) -> bool:

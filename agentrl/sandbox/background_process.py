@@ -97,9 +97,9 @@ class Background:
         """End it and all it started. Idempotent."""
         if not self._ended.is_set():
             self._kill()
-        result = await self.wait()
-        assert result is not None
-        return result
+        final_result = await self.wait()
+        assert final_result is not None
+        return final_result
 
 
 class NeverStarted:

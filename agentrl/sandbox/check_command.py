@@ -27,31 +27,37 @@ def checked_argv(argv: Sequence[str]) -> list[bytes]:
     """The arguments as bytes. Raises CommandRefused."""
     if not argv or not argv[0]:
         raise CommandRefused("no command given")
-    encoded = [_encode(argument, "argument") for argument in argv]
+    encoded_arguments = [_encode(argument, "argument") for argument in argv]
     # Checked by us and not left to the kernel: its E2BIG would come from the start of bwrap, look like a broken host,
     # and cost an episode that is not scored whenever a policy writes a long command.
-    if sum(map(len, encoded)) > _MAX_BYTES or len(encoded) > _MAX_COUNT:
+    if sum(map(len, encoded_arguments)) > _MAX_BYTES or len(encoded_arguments) > _MAX_COUNT:
         raise CommandRefused("argument list too long")
-    return encoded
+    return encoded_arguments
 
 
 def checked_env(env: Mapping[str, str]) -> dict[bytes, bytes]:
     """The environment as bytes. Raises CommandRefused."""
-    encoded = {_encode(key, "variable name"): _encode(value, "variable") for key, value in env.items()}
-    if any(not key or b"=" in key for key in encoded):
+    encoded_variables = {
+        _encode(variable_name, "variable name"): _encode(variable_value, "variable")
+        for variable_name, variable_value in env.items()
+    }
+    if any(not variable_name or b"=" in variable_name for variable_name in encoded_variables):
         raise CommandRefused("a variable's name is empty or holds '='")
-    if sum(len(key) + len(value) for key, value in encoded.items()) > _MAX_BYTES:
+    if (
+        sum(len(variable_name) + len(variable_value) for variable_name, variable_value in encoded_variables.items())
+        > _MAX_BYTES
+    ):
         raise CommandRefused("environment too large")
-    return encoded
+    return encoded_variables
 
 
 def _encode(text: str, what: str) -> bytes:
     try:
-        data = os.fsencode(text)
-    except UnicodeEncodeError as error:
-        raise CommandRefused(f"{what} is not encodable: {error.reason}") from None
-    if b"\0" in data:
+        encoded_text = os.fsencode(text)
+    except UnicodeEncodeError as encode_error:
+        raise CommandRefused(f"{what} is not encodable: {encode_error.reason}") from None
+    if b"\0" in encoded_text:
         raise CommandRefused(f"{what} holds a NUL byte")
-    if len(data) > _MAX_ONE:
+    if len(encoded_text) > _MAX_ONE:
         raise CommandRefused(f"{what} too long")
-    return data
+    return encoded_text

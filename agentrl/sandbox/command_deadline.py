@@ -83,7 +83,7 @@ class FairDeadline:
         pause_s = _FIRST_LOOK_S
         with self._keeper:
             while True:
-                began = trio.current_time()
+                look_began = trio.current_time()
                 await trio.sleep(max(0.0, min(pause_s, self._left_s)))
                 # In a thread: to read /proc of many processes on a busy machine would hold up every other task of the
                 # loop.
@@ -91,7 +91,7 @@ class FairDeadline:
                 if starved_s:
                     credit_host(starved_s)
                 self._take_pause()
-                self._left_s -= max(0.0, trio.current_time() - began - starved_s - self._returned_s)
+                self._left_s -= max(0.0, trio.current_time() - look_began - starved_s - self._returned_s)
                 self._returned_s = 0.0
                 if self._left_s <= _LEAST_S:
                     self._scope.cancel()
@@ -100,9 +100,9 @@ class FairDeadline:
 
     def _take_pause(self) -> None:
         if self._paused_at is not None:
-            now = trio.current_time()
-            self._returned_s += now - self._paused_at
-            self._paused_at = now
+            current_time = trio.current_time()
+            self._returned_s += current_time - self._paused_at
+            self._paused_at = current_time
 
 
 @contextmanager

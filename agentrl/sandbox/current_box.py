@@ -46,14 +46,14 @@ class CurrentBox:
 
         if self.tape is None:
             return await run()
-        about = list(argv), blake2b(stdin).digest(), cwd, sorted((env or {}).items()), timeout_s
-        return await self.tape.ask(f"{self._copy}exec", about, run, result_of_json, result_as_json)
+        call_arguments = list(argv), blake2b(stdin).digest(), cwd, sorted((env or {}).items()), timeout_s
+        return await self.tape.ask(f"{self._copy}exec", call_arguments, run, result_of_json, result_as_json)
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> BoxProcess:
-        box = self._unrecorded("a process was started in its box, which no copy of its files restores")
-        return await box.start(argv, cwd=cwd, env=env)
+        live_box = self._unrecorded("a process was started in its box, which no copy of its files restores")
+        return await live_box.start(argv, cwd=cwd, env=env)
 
     async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         async def read() -> bytes:
@@ -87,16 +87,16 @@ class CurrentBox:
     async def fork(self) -> Sandbox:
         if self.tape is None:
             return await self._live().fork()
-        copy = CurrentBox()
+        forked_box = CurrentBox()
 
         async def fork() -> None:
-            copy.box = await self._live().fork()
+            forked_box.box = await self._live().fork()
 
         await self._done("fork", (), fork)
         # Calls of copies are told apart on the tape: a grader's box and the policy's may run the same command with
         # different answers.
-        copy.tape, copy._copy = self.tape, self.tape.copied()
-        return copy
+        forked_box.tape, forked_box._copy = self.tape, self.tape.copied()
+        return forked_box
 
     async def pack(self, most_bytes: int) -> bytes:
         return await self._packable().pack(most_bytes)
@@ -105,19 +105,21 @@ class CurrentBox:
         await self._packable().unpack(data)
 
     def _packable(self) -> PackableSandbox:
-        box = self._live()
-        if not isinstance(box, PackableSandbox):
-            raise SandboxError(f"boxes of the kind {type(box).__name__} cannot be packed: they have no pack and unpack")
-        return box
+        live_box = self._live()
+        if not isinstance(live_box, PackableSandbox):
+            raise SandboxError(
+                f"boxes of the kind {type(live_box).__name__} cannot be packed: they have no pack and unpack"
+            )
+        return live_box
 
     async def close(self) -> None:
         # Forgotten before it is closed: a close that fails must not leave the old box to the next episode.
-        box, self.box = self.box, None
+        closing_box, self.box = self.box, None
         if self._copy and self.tape is not None:
             self.tape.copies_open -= 1
             self.tape = None
-        if box is not None:
-            await box.close()
+        if closing_box is not None:
+            await closing_box.close()
 
 
 def _text(data: bytes) -> str:

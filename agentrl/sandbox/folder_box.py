@@ -26,28 +26,28 @@ class FolderSnapshots:
 
     async def take(self, folder: Folder) -> str:
         """Copy a work folder; the copy's id, good for every box of the backend."""
-        name = secrets.token_hex(8)
-        path = self._home / name
+        snapshot_id = secrets.token_hex(8)
+        snapshot_path = self._home / snapshot_id
         try:
-            await trio.to_thread.run_sync(folder.save, path)
+            await trio.to_thread.run_sync(folder.save, snapshot_path)
         except BaseException:
-            remove_tree(path)
+            remove_tree(snapshot_path)
             raise
-        self._taken[name] = path
-        return name
+        self._taken[snapshot_id] = snapshot_path
+        return snapshot_id
 
     async def put_back(self, name: str, folder: Folder) -> None:
         """Replace a work folder's contents by a copy taken before."""
-        path = self._taken.get(name)
-        if path is None:
+        snapshot_path = self._taken.get(name)
+        if snapshot_path is None:
             raise SandboxError(f"no snapshot {name!r}: its box was closed, or it is another backend's")
-        await trio.to_thread.run_sync(folder.load, path)
+        await trio.to_thread.run_sync(folder.load, snapshot_path)
 
     def drop(self, names: set[str]) -> None:
-        for name in names:
-            path = self._taken.pop(name, None)
-            if path is not None:
-                remove_tree(path)
+        for snapshot_id in names:
+            snapshot_path = self._taken.pop(snapshot_id, None)
+            if snapshot_path is not None:
+                remove_tree(snapshot_path)
 
 
 class WorkBox:
@@ -96,14 +96,14 @@ class WorkBox:
     async def unpack(self, data: bytes) -> None:
         """Replace the files of the box by those of a box that was packed."""
         self._must_be_still()
-        work = self._work
+        work_folder = self._work
         await trio.to_thread.run_sync(
             lambda: unpack(
                 data,
                 self._roots(),
-                limit=work.limit,
-                owner=work.owner,
-                bounded=work.bounded,
+                limit=work_folder.limit,
+                owner=work_folder.owner,
+                bounded=work_folder.bounded,
                 still=trio.from_thread.check_cancelled,
             )
         )
@@ -118,15 +118,15 @@ class WorkBox:
 
     def _must_be_still(self) -> None:
         self._must_be_open()
-        if running := self._processes():
-            raise BoxBusy(running)
+        if running_count := self._processes():
+            raise BoxBusy(running_count)
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
         self._must_be_open()
-        name = await self._snapshots.take(self._work)
-        self._taken.add(name)
-        return name
+        snapshot_id = await self._snapshots.take(self._work)
+        self._taken.add(snapshot_id)
+        return snapshot_id
 
     def _must_be_open(self) -> None:
         if self._closed:

@@ -36,15 +36,15 @@ class Output:
     def add(self, chunk: bytes | bytearray) -> None:
         # The first bytes are kept and not the last, as in a shell that stops reading: a ring would need the whole
         # output to pass through it, and an endless writer would decide what the policy reads.
-        room = self.limit - len(self._data)
-        self._data += chunk[:room] if room < len(chunk) else chunk
-        self.truncated = self.truncated or room < len(chunk)
+        free_bytes = self.limit - len(self._data)
+        self._data += chunk[:free_bytes] if free_bytes < len(chunk) else chunk
+        self.truncated = self.truncated or free_bytes < len(chunk)
 
     def take(self) -> bytes:
         """All bytes not yet taken."""
-        data = bytes(self._data)
+        taken_bytes = bytes(self._data)
         self._data.clear()
-        return data
+        return taken_bytes
 
     def __len__(self) -> int:
         return len(self._data)
@@ -79,8 +79,8 @@ class HostProcess:
                 start_new_session=True,
                 bufsize=0,
             )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            raise SandboxError(f"cannot start {os.fsdecode(argv[0])!r} on this host: {error}") from error
+        except (OSError, ValueError, subprocess.SubprocessError) as spawn_error:
+            raise SandboxError(f"cannot start {os.fsdecode(argv[0])!r} on this host: {spawn_error}") from spawn_error
         self.pid = self._popen.pid
         self.used = CpuTime(self.pid)
         """CPU time of the process while it runs. A process that only wraps a command may follow the command instead."""
@@ -88,9 +88,12 @@ class HostProcess:
         # Duplicates, as `Popen` and trio would both close the same number, and the second close may hit a descriptor
         # that somebody else has opened since.
         self.stdin = trio.lowlevel.FdStream(os.dup(self._popen.stdin.fileno()))
-        self._streams = [trio.lowlevel.FdStream(os.dup(f.fileno())) for f in (self._popen.stdout, self._popen.stderr)]
-        for file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
-            file.close()
+        self._streams = [
+            trio.lowlevel.FdStream(os.dup(output_pipe.fileno()))
+            for output_pipe in (self._popen.stdout, self._popen.stderr)
+        ]
+        for pipe_file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            pipe_file.close()
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
         self.changed = trio.Event()  # replaced whenever stdout grew or ended
         self.drained = False

@@ -38,10 +38,10 @@ class LocalUnsafe(ProcessBackend):
 
     def wrap(self, command: list[bytes], spec: SandboxSpec, folder: Path) -> list[bytes]:
         limits = spec.limits
-        bounds = f"ulimit -t {math.ceil(limits.cpu_s)}; ulimit -n {limits.open_files}; ulimit -c 0; "
-        bounds += f"ulimit -f {limits.file_bytes // 512}; "
+        ulimit_commands = f"ulimit -t {math.ceil(limits.cpu_s)}; ulimit -n {limits.open_files}; ulimit -c 0; "
+        ulimit_commands += f"ulimit -f {limits.file_bytes // 512}; "
         if is_linux():
-            bounds += f"ulimit -v {limits.memory_bytes // 1024}; "
+            ulimit_commands += f"ulimit -v {limits.memory_bytes // 1024}; "
         # A shell's `ulimit` and no `preexec_fn`: that one runs Python between fork and exec in a process with threads,
         # where a lock that another thread held stays locked for ever.
-        return [b"/bin/sh", b"-c", f'{bounds}exec "$@"'.encode(), b"sandbox", *command]
+        return [b"/bin/sh", b"-c", f'{ulimit_commands}exec "$@"'.encode(), b"sandbox", *command]

@@ -152,10 +152,12 @@ class Network:
         self, box: Sandbox, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> ExecResult:
         """Run a command that finds the proxy by the usual variables."""
-        address = f"http://127.0.0.1:{_PORT}"
-        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-        words = ["python3", "-I", "-c", _FRONT, self.path, *argv]
-        return await box.exec(words, env={**dict.fromkeys(names, address), **(env or {})}, timeout_s=timeout_s)
+        proxy_address = f"http://127.0.0.1:{_PORT}"
+        variable_names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+        front_command = ["python3", "-I", "-c", _FRONT, self.path, *argv]
+        return await box.exec(
+            front_command, env={**dict.fromkeys(variable_names, proxy_address), **(env or {})}, timeout_s=timeout_s
+        )
 
     def note(self, request: NetworkRequest) -> None:
         """Count and log a request."""
@@ -163,11 +165,11 @@ class Network:
         self.refused += bool(request.refused)
         if len(self.requests) < _KEPT:
             self.requests.append(request)
-        target = f"{request.host[:200]!r}:{request.port}"
+        request_target = f"{request.host[:200]!r}:{request.port}"
         if request.refused:
-            log.warning("a box requested %s, refused: %s", target, request.refused)
+            log.warning("a box requested %s, refused: %s", request_target, request.refused)
         else:
-            log.info("a box requested %s", target)
+            log.info("a box requested %s", request_target)
 
 
 @asynccontextmanager
@@ -200,15 +202,15 @@ async def forwarded(box: Sandbox, port: int) -> AsyncGenerator[Forward]:
     bounds how long a connection lasts. Raises SandboxError."""
 
     async def connect(tunnel: _Tunnel, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
-        async with await trio.open_tcp_stream("127.0.0.1", port) as stream, trio.open_nursery() as nursery:
-            nursery.start_soon(_up, pieces, stream)
-            while data := await stream.receive_some(_MOST_FRAME):
-                await tunnel.say(name, _DATA, data)
+        async with await trio.open_tcp_stream("127.0.0.1", port) as server_stream, trio.open_nursery() as nursery:
+            nursery.start_soon(_up, pieces, server_stream)
+            while server_bytes := await server_stream.receive_some(_MOST_FRAME):
+                await tunnel.say(name, _DATA, server_bytes)
             nursery.cancel_scope.cancel()
 
-    forward = Forward(_socket_path())
-    async with _relayed(box, forward.path, connect, lambda why: log.warning("a box asked for its model: %s", why)):
-        yield forward
+    box_forward = Forward(_socket_path())
+    async with _relayed(box, box_forward.path, connect, lambda why: log.warning("a box asked for its model: %s", why)):
+        yield box_forward
 
 
 async def _up(pieces: trio.MemoryReceiveChannel[bytes], stream: trio.SocketStream) -> None:
@@ -229,19 +231,19 @@ _Note = Callable[[str], None]
 async def _relayed(box: Sandbox, path: str, connect: _Connect, note: _Note) -> AsyncGenerator[None]:
     """`async with`: a process of the box carries the connections of a Unix socket at `path`, each served by `connect`.
     `note` is called with the reason why a connection is refused."""
-    process = await box.start(["python3", "-I", "-c", _RELAY, path])
+    relay_process = await box.start(["python3", "-I", "-c", _RELAY, path])
     failure: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
             try:  # what fails is raised outside the nursery, so that it is no group
-                await nursery.start(_Tunnel(process, connect, note, nursery).run)
+                await nursery.start(_Tunnel(relay_process, connect, note, nursery).run)
                 yield
-            except Exception as error:
-                failure = error
+            except Exception as phase_error:
+                failure = phase_error
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
-            await process.kill()
+            await relay_process.kill()
     if failure is not None:
         raise failure
 
@@ -256,45 +258,47 @@ class _Tunnel:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read frames until the process ends or sends nonsense."""
-        buffer, begun = bytearray(), False
-        while data := await self._process.receive():
-            buffer += data
-            while len(buffer) >= _FRAME.size:
-                name, kind, size = _FRAME.unpack_from(buffer)
+        frame_buffer, has_begun = bytearray(), False
+        while new_bytes := await self._process.receive():
+            frame_buffer += new_bytes
+            while len(frame_buffer) >= _FRAME.size:
+                connection_number, frame_kind, frame_size = _FRAME.unpack_from(frame_buffer)
                 # A frame that is none ends the tunnel: there is no mark by which the next frame could be found again.
-                if size > _MOST_FRAME or kind > _ACK:
+                if frame_size > _MOST_FRAME or frame_kind > _ACK:
                     return
-                if len(buffer) < _FRAME.size + size:
+                if len(frame_buffer) < _FRAME.size + frame_size:
                     break
-                piece = bytes(buffer[_FRAME.size : _FRAME.size + size])
-                del buffer[: _FRAME.size + size]
-                if not begun:
-                    begun = True
+                frame_bytes = bytes(frame_buffer[_FRAME.size : _FRAME.size + frame_size])
+                del frame_buffer[: _FRAME.size + frame_size]
+                if not has_begun:
+                    has_begun = True
                     task_status.started()
                     continue
-                if not await self._frame(name, kind, piece):
+                if not await self._frame(connection_number, frame_kind, frame_bytes):
                     return
-        result = await self._process.wait(1.0)  # raises if the host lost it: then the policy did not end it
-        if not begun:
-            words = "" if result is None else result.stderr.decode(errors="replace").strip()[-200:]
-            raise SandboxError(f"a box's way to the network does not start: it needs python3 ({words or 'no answer'})")
+        relay_result = await self._process.wait(1.0)  # raises if the host lost it: then the policy did not end it
+        if not has_begun:
+            error_text = "" if relay_result is None else relay_result.stderr.decode(errors="replace").strip()[-200:]
+            raise SandboxError(
+                f"a box's way to the network does not start: it needs python3 ({error_text or 'no answer'})"
+            )
 
     async def _frame(self, name: int, kind: int, piece: bytes) -> bool:
         if kind == _OPEN:
             # The number comes from the box: a hostile one may open connections without end, or the same one twice.
             if len(self._inputs) >= _CONNECTIONS or name in self._inputs:
-                refused = _Refused(f"it has {_CONNECTIONS} connections already", HTTPStatus.SERVICE_UNAVAILABLE)
-                self._note(str(refused))
-                await self.say(name, _DATA, refused.answer())
+                refusal = _Refused(f"it has {_CONNECTIONS} connections already", HTTPStatus.SERVICE_UNAVAILABLE)
+                self._note(str(refusal))
+                await self.say(name, _DATA, refusal.answer())
                 await self.say(name, _END)
             else:
                 # A short channel, so that a slow server holds back its client. It holds back the box's other
                 # connections too, as all share one pipe; what stays bounded is the memory of this process.
                 self._inputs[name], pieces = trio.open_memory_channel[bytes](8)
                 self._nursery.start_soon(self._serve, name, pieces)
-        elif (channel := self._inputs.get(name)) is not None:
+        elif (input_channel := self._inputs.get(name)) is not None:
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await channel.send(piece if kind == _DATA else b"")
+                await input_channel.send(piece if kind == _DATA else b"")
         # The box sends no more than the window ahead of these: what a box keeps of a process's output is bounded, and
         # what is beyond it is thrown away, which would tear a connection.
         await self.say(0, _ACK, struct.pack(">I", _FRAME.size + len(piece)))
@@ -332,8 +336,8 @@ class _Refused(Exception):
         self.status = status
 
     def answer(self) -> bytes:
-        head = f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nConnection: close\r\n\r\n"
-        return f"{head}agentrl: {self}\n".encode()
+        answer_head = f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nConnection: close\r\n\r\n"
+        return f"{answer_head}agentrl: {self}\n".encode()
 
 
 # Why this side, and not the box, decides which host a name is.
@@ -401,41 +405,45 @@ class _Connection:
     async def _more(self) -> bool:
         """Whether more bytes came."""
         try:
-            data = await self._pieces.receive()
+            new_bytes = await self._pieces.receive()
         except trio.EndOfChannel:
-            data = b""
-        self._buffer += data
-        return bool(data)
+            new_bytes = b""
+        self._buffer += new_bytes
+        return bool(new_bytes)
 
     async def _head(self) -> tuple[str, str, list[tuple[str, str]]]:
-        while (end := self._buffer.find(b"\r\n\r\n")) < 0:
+        while (head_length := self._buffer.find(b"\r\n\r\n")) < 0:
             if len(self._buffer) > _HEAD_BYTES or not await self._more():
                 raise _Refused("no request to an HTTP proxy")
-        lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
-        del self._buffer[: end + 4]
-        words = lines[0].split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1.") or any("\n" in line or "\r" in line for line in lines):
+        head_lines = bytes(self._buffer[:head_length]).decode("latin-1").split("\r\n")
+        del self._buffer[: head_length + 4]
+        request_words = head_lines[0].split(" ")
+        if (
+            len(request_words) != 3
+            or not request_words[2].startswith("HTTP/1.")
+            or any("\n" in head_line or "\r" in head_line for head_line in head_lines)
+        ):
             raise _Refused("no request to an HTTP proxy")
         headers: list[tuple[str, str]] = []
-        for line in lines[1:]:
-            name, colon, value = line.partition(":")
-            if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+        for head_line in head_lines[1:]:
+            header_name, colon, header_value = head_line.partition(":")
+            if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header_name):
                 raise _Refused("a header that is none")
-            headers.append((name.lower(), value.strip()))
-        return words[0], words[1], headers
+            headers.append((header_name.lower(), header_value.strip()))
+        return request_words[0], request_words[1], headers
 
     async def _connected(self, request: NetworkRequest, literal: bool) -> trio.SocketStream:
         """Connect to the host of a request by an address that is looked at first. `literal`: any address will do."""
         try:
             with trio.fail_after(_CONNECT_S):
-                infos = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+                address_infos = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, trio.TooSlowError):
             raise _Refused(f"{request.host} has no address") from None
-        addresses = list(dict.fromkeys(str(each[4][0]) for each in infos))
+        addresses = list(dict.fromkeys(str(candidate[4][0]) for candidate in address_infos))
         # One that is not public refuses all: taking the public ones only would let the owner of the name try out which
         # of them we choose.
-        if not literal and (private := [each for each in addresses if not _is_public(each)]):
-            raise _Refused(f"{request.host} has the address {private[0]}, which is not public")
+        if not literal and (private_addresses := [candidate for candidate in addresses if not _is_public(candidate)]):
+            raise _Refused(f"{request.host} has the address {private_addresses[0]}, which is not public")
         for address in addresses:
             with suppress(OSError, trio.TooSlowError), trio.fail_after(_CONNECT_S):
                 return await trio.open_tcp_stream(address, request.port)  # an address: nothing is resolved again
@@ -443,13 +451,15 @@ class _Connection:
 
     async def _hello(self, host: str) -> bytes:
         """The first bytes of a tunnel, which have to be TLS for the host of its request."""
-        while (name := _server_name(bytes(self._buffer))) is None:
+        while (server_name := _server_name(bytes(self._buffer))) is None:
             if len(self._buffer) > _HEAD_BYTES or not await self._more():
                 raise _Refused("a tunnel without TLS")
-        if name != host:
-            raise _Refused(f"its TLS asks for {name[:100]!r} in a tunnel to {host}" if name else "TLS without a name")
-        data, self._buffer = bytes(self._buffer), bytearray()
-        return data
+        if server_name != host:
+            raise _Refused(
+                f"its TLS asks for {server_name[:100]!r} in a tunnel to {host}" if server_name else "TLS without a name"
+            )
+        hello_bytes, self._buffer = bytes(self._buffer), bytearray()
+        return hello_bytes
 
     async def _both(
         self, stream: trio.SocketStream, request: NetworkRequest, first: bytes, remaining: int | None
@@ -457,25 +467,25 @@ class _Connection:
         """Carry bytes both ways until one side ends; `remaining` bounds the bytes of the client's body."""
 
         async def down() -> None:
-            while data := await stream.receive_some(_MOST_FRAME):
-                request.received += len(data)
-                await self._say(data)
-                watch.deadline = trio.current_time() + _IDLE_S
+            while server_bytes := await stream.receive_some(_MOST_FRAME):
+                request.received += len(server_bytes)
+                await self._say(server_bytes)
+                idle_scope.deadline = trio.current_time() + _IDLE_S
             nursery.cancel_scope.cancel()
 
-        with trio.CancelScope(deadline=trio.current_time() + _IDLE_S) as watch:
+        with trio.CancelScope(deadline=trio.current_time() + _IDLE_S) as idle_scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(down)
-                data = first
+                client_bytes = first
                 while True:
-                    await stream.send_all(data)
-                    request.sent += len(data)
-                    watch.deadline = trio.current_time() + _IDLE_S
+                    await stream.send_all(client_bytes)
+                    request.sent += len(client_bytes)
+                    idle_scope.deadline = trio.current_time() + _IDLE_S
                     if remaining == 0 or (not self._buffer and not await self._more()):
                         break
-                    data = bytes(self._buffer[:remaining])
+                    client_bytes = bytes(self._buffer[:remaining])
                     self._buffer = bytearray()
-                    remaining = None if remaining is None else remaining - len(data)
+                    remaining = None if remaining is None else remaining - len(client_bytes)
                 if remaining is None:
                     with suppress(trio.BrokenResourceError):
                         await stream.send_eof()
@@ -497,15 +507,15 @@ def _time_for(part: str, status: HTTPStatus = HTTPStatus.FORBIDDEN) -> Generator
 def _target(method: str, target: str) -> tuple[str, int]:
     """Host and port of a request. Raises _Refused."""
     try:
-        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
-        host, port = url.hostname or "", url.port
+        target_url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+        target_host, target_port = target_url.hostname or "", target_url.port
     except ValueError:
         raise _Refused("a target that is none") from None
-    if method == "CONNECT" and (port is None or url.path or url.query or "@" in url.netloc):
+    if method == "CONNECT" and (target_port is None or target_url.path or target_url.query or "@" in target_url.netloc):
         raise _Refused("a target that is none")
-    if method != "CONNECT" and (url.scheme != "http" or "@" in url.netloc):
+    if method != "CONNECT" and (target_url.scheme != "http" or "@" in target_url.netloc):
         raise _Refused("only http:// and tunnels")
-    return _plain_host(host), 80 if port is None else port
+    return _plain_host(target_host), 80 if target_port is None else target_port
 
 
 def _plain_host(host: str) -> str:
@@ -520,74 +530,83 @@ def _host_of(value: str) -> str:
 
 def _allowed(policy: NetworkPolicy, host: str, port: int) -> bool:
     """Whether the entry that allows it names an address itself. Raises _Refused if none does."""
-    for entry in policy.allow:
-        name, number = policy.parsed(entry)
-        if (name, number) == (host, port):
+    for policy_entry in policy.allow:
+        allowed_host, allowed_port = policy.parsed(policy_entry)
+        if (allowed_host, allowed_port) == (host, port):
             with suppress(ValueError):
-                ipaddress.ip_address(name)
+                ipaddress.ip_address(allowed_host)
                 return True
             return policy.private
     raise _Refused(f"{host}:{port} is not among the hosts of this policy")
 
 
 def _is_public(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is not None:
-            return _is_public(str(parsed.ipv4_mapped))
+    parsed_address = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed_address, ipaddress.IPv6Address):
+        if parsed_address.ipv4_mapped is not None:
+            return _is_public(str(parsed_address.ipv4_mapped))
         # Such an address has an IPv4 address within it, private or not, and a translator on the way may deliver it
         # there.
-        if any(parsed in net for net in _TRANSLATED):
+        if any(parsed_address in translated_net for translated_net in _TRANSLATED):
             return False
-    return parsed.is_global and not parsed.is_multicast
+    return parsed_address.is_global and not parsed_address.is_multicast
 
 
 def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]], host: str) -> tuple[bytes, int]:
     """The request for the server itself, and how long its body is: one request a connection. Raises _Refused."""
-    url = urlsplit(target)
+    target_url = urlsplit(target)
     # The server behind the address chooses its site by this header, not by the target: with another name here, one
     # allowed host would open all sites of its provider.
-    if [_host_of(value) for name, value in headers if name == "host"] not in ([], [host]):
+    if [_host_of(header_value) for header_name, header_value in headers if header_name == "host"] not in ([], [host]):
         raise _Refused(f"its Host header names another host than {host}")
     # Two ways to say where a body ends are the way to hide a second request in it, whose host nobody has looked at. One
     # length, or none.
-    if any(name == "transfer-encoding" for name, _ in headers):
+    if any(header_name == "transfer-encoding" for header_name, _ in headers):
         raise _Refused("a body without a length: send Content-Length", HTTPStatus.LENGTH_REQUIRED)
-    lengths = {value for name, value in headers if name == "content-length"} or {"0"}
-    if len(lengths) > 1:
+    body_lengths = {header_value for header_name, header_value in headers if header_name == "content-length"} or {"0"}
+    if len(body_lengths) > 1:
         raise _Refused("a body with two lengths", HTTPStatus.BAD_REQUEST)
-    length = lengths.pop()
-    if not re.fullmatch(r"[0-9]{1,12}", length):
+    body_length = body_lengths.pop()
+    if not re.fullmatch(r"[0-9]{1,12}", body_length):
         raise _Refused("a length that is none", HTTPStatus.BAD_REQUEST)
-    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    request_path = (target_url.path or "/") + (f"?{target_url.query}" if target_url.query else "")
     # Headers of this hop. `upgrade` above all: a connection that has turned into another protocol could carry anything.
-    dropped = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
-    kept_headers = [f"{name}: {value}" for name, value in headers if name not in dropped]
-    lines = [f"{method} {path} HTTP/1.1", f"host: {url.netloc}", *kept_headers, "connection: close", "", ""]
-    return "\r\n".join(lines).encode("latin-1"), int(length)
+    dropped_headers = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
+    kept_headers = [
+        f"{header_name}: {header_value}" for header_name, header_value in headers if header_name not in dropped_headers
+    ]
+    request_lines = [
+        f"{method} {request_path} HTTP/1.1",
+        f"host: {target_url.netloc}",
+        *kept_headers,
+        "connection: close",
+        "",
+        "",
+    ]
+    return "\r\n".join(request_lines).encode("latin-1"), int(body_length)
 
 
 def _server_name(data: bytes) -> str | None:
     """The name that a TLS ClientHello asks for: None as long as it is not whole, empty where it names none. Raises
     _Refused for what is no ClientHello, or hides its name."""
-    message = bytearray()
+    handshake_bytes = bytearray()
     position = 0
     while True:
         if len(data) < position + 5:
             if data[:1] and data[0] != _HELLO:
                 raise _Refused("a tunnel without TLS")
             return None
-        kind, length = data[position], int.from_bytes(data[position + 3 : position + 5], "big")
-        if kind != _HELLO or data[position + 1] != 3 or not 0 < length <= 1 << 14:
+        record_kind, record_length = data[position], int.from_bytes(data[position + 3 : position + 5], "big")
+        if record_kind != _HELLO or data[position + 1] != 3 or not 0 < record_length <= 1 << 14:
             raise _Refused("a tunnel without TLS")
-        message += data[position + 5 : position + 5 + length]
-        position += 5 + length
-        if len(message) >= 4:
-            if message[0] != 1:
+        handshake_bytes += data[position + 5 : position + 5 + record_length]
+        position += 5 + record_length
+        if len(handshake_bytes) >= 4:
+            if handshake_bytes[0] != 1:
                 raise _Refused("a tunnel without TLS")
-            size = int.from_bytes(message[1:4], "big")
-            if len(message) >= 4 + size:
-                return _name_of(bytes(message[4 : 4 + size]))
+            hello_size = int.from_bytes(handshake_bytes[1:4], "big")
+            if len(handshake_bytes) >= 4 + hello_size:
+                return _name_of(bytes(handshake_bytes[4 : 4 + hello_size]))
 
 
 def _name_of(hello: bytes) -> str:
@@ -595,20 +614,18 @@ def _name_of(hello: bytes) -> str:
         position = 34 + 1 + hello[34]  # version and random, then the session
         position += 2 + int.from_bytes(hello[position : position + 2], "big")  # ciphers
         position += 1 + hello[position]  # compressions
-        end = position + 2 + int.from_bytes(hello[position : position + 2], "big")
+        extensions_end = position + 2 + int.from_bytes(hello[position : position + 2], "big")
         position += 2
-        names: list[str] = []
-        while position < end:
-            kind, size = (
-                int.from_bytes(hello[position : position + 2], "big"),
-                int.from_bytes(hello[position + 2 : position + 4], "big"),
-            )
-            body = hello[position + 4 : position + 4 + size]
-            position += 4 + size
-            if kind == _ENCRYPTED_HELLO:
+        server_names: list[str] = []
+        while position < extensions_end:
+            extension_kind = int.from_bytes(hello[position : position + 2], "big")
+            extension_size = int.from_bytes(hello[position + 2 : position + 4], "big")
+            extension_body = hello[position + 4 : position + 4 + extension_size]
+            position += 4 + extension_size
+            if extension_kind == _ENCRYPTED_HELLO:
                 raise _Refused("TLS that hides whom it asks for")
-            if kind == 0:
-                names.append(body[5 : 5 + int.from_bytes(body[3:5], "big")].decode("ascii"))
+            if extension_kind == 0:
+                server_names.append(extension_body[5 : 5 + int.from_bytes(extension_body[3:5], "big")].decode("ascii"))
     except (IndexError, UnicodeDecodeError):
         raise _Refused("a ClientHello that is broken") from None
-    return _plain_host(names[0]) if len(names) == 1 else ""
+    return _plain_host(server_names[0]) if len(server_names) == 1 else ""

@@ -45,19 +45,19 @@ def pack(roots: Mapping[str, Path], *, most_bytes: int, limit: int, still: Calla
 
     Raises SandboxPathError if they hold more than `limit` bytes or come to more than `most_bytes`, SandboxError if the
     host fails."""
-    out = _Bounded(most_bytes)
-    out.write(_MAGIC)
-    with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(out, closefd=False) as stream:
-        packer = _Packer(stream, Budget(limit), still)
-        for name, root in roots.items():
-            with faults_of(name, bounded=True):
-                fd = os.open(root, DIRECTORY)
+    bounded_output = _Bounded(most_bytes)
+    bounded_output.write(_MAGIC)
+    with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(bounded_output, closefd=False) as packed_stream:
+        tree_packer = _Packer(packed_stream, Budget(limit), still)
+        for root_name, root_path in roots.items():
+            with faults_of(root_name, bounded=True):
+                root_descriptor = os.open(root_path, DIRECTORY)
                 try:
-                    packer.folder(b"R", os.fsencode(name), fd)
+                    tree_packer.folder(b"R", os.fsencode(root_name), root_descriptor)
                 finally:
-                    os.close(fd)
-        stream.write(_ENTRY.pack(b"E", 0, 0, 0, 0))
-    return out.getvalue()
+                    os.close(root_descriptor)
+        packed_stream.write(_ENTRY.pack(b"E", 0, 0, 0, 0))
+    return bounded_output.getvalue()
 
 
 def unpack(
@@ -76,20 +76,20 @@ def unpack(
     than `limit` bytes, or find no room (`bounded`: that is not the host's fault)."""
     # Emptied before the bytes are looked at: what a failed unpacking leaves is a part of the new tree, and never a
     # mixture of two.
-    for root in roots.values():
-        for each in root.iterdir():
-            remove_tree(each)
+    for root_path in roots.values():
+        for old_entry in root_path.iterdir():
+            remove_tree(old_entry)
     if not data.startswith(_MAGIC):
         raise SandboxError("these bytes are no packed box")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     try:
-        with decompressor.stream_reader(io.BytesIO(data[len(_MAGIC) :])) as stream, ExitStack() as open_folders:
-            unpacker = _Unpacker(stream.read, roots, Budget(limit), owner, still)
-            open_folders.callback(unpacker.close)
+        with decompressor.stream_reader(io.BytesIO(data[len(_MAGIC) :])) as packed_stream, ExitStack() as open_folders:
+            tree_unpacker = _Unpacker(packed_stream.read, roots, Budget(limit), owner, still)
+            open_folders.callback(tree_unpacker.close)
             with faults_of("the packed box", bounded=bounded):
-                unpacker.run()
-    except zstandard.ZstdError as error:
-        raise SandboxError(f"the packed box is damaged: {error}") from error
+                tree_unpacker.run()
+    except zstandard.ZstdError as zstd_error:
+        raise SandboxError(f"the packed box is damaged: {zstd_error}") from zstd_error
 
 
 class _Bounded(io.BytesIO):
@@ -118,48 +118,48 @@ class _Packer:
         if depth > MAX_DEPTH:
             raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
         self._write(kind, name, os.fstat(fd))
-        with os.scandir(fd) as entries:
-            for each in entries:
-                self._entry(os.fsencode(each.name), fd, depth)
+        with os.scandir(fd) as folder_entries:
+            for folder_entry in folder_entries:
+                self._entry(os.fsencode(folder_entry.name), fd, depth)
         self._stream.write(_ENTRY.pack(b"U", 0, 0, 0, 0))
 
     def _entry(self, name: bytes, parent: int, depth: int) -> None:
         self._still()
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        self._budget.spend(status.st_size)
-        if stat.S_ISDIR(status.st_mode):
-            with _opened(name, DIRECTORY, parent) as fd:
-                self.folder(b"D", name, fd, depth + 1)
-        elif stat.S_ISLNK(status.st_mode):
-            target = os.readlink(name, dir_fd=parent)
-            self._write(b"L", name, status, len(target))
-            self._stream.write(target)
-        elif stat.S_ISFIFO(status.st_mode):
-            self._write(b"P", name, status)
-        elif stat.S_ISREG(status.st_mode):
-            inode = status.st_dev, status.st_ino
-            if inode in self._names:
-                self._write(b"H", name, status, self._names[inode])
+        entry_status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        self._budget.spend(entry_status.st_size)
+        if stat.S_ISDIR(entry_status.st_mode):
+            with _opened(name, DIRECTORY, parent) as descriptor:
+                self.folder(b"D", name, descriptor, depth + 1)
+        elif stat.S_ISLNK(entry_status.st_mode):
+            link_target = os.readlink(name, dir_fd=parent)
+            self._write(b"L", name, entry_status, len(link_target))
+            self._stream.write(link_target)
+        elif stat.S_ISFIFO(entry_status.st_mode):
+            self._write(b"P", name, entry_status)
+        elif stat.S_ISREG(entry_status.st_mode):
+            file_identity = entry_status.st_dev, entry_status.st_ino
+            if file_identity in self._names:
+                self._write(b"H", name, entry_status, self._names[file_identity])
                 return
-            if status.st_nlink > 1:
-                self._names[inode] = self._files
+            if entry_status.st_nlink > 1:
+                self._names[file_identity] = self._files
             self._files += 1
-            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as fd:
-                self._write(b"F", name, status, status.st_size)
-                self._content(fd, status.st_size)
+            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as descriptor:
+                self._write(b"F", name, entry_status, entry_status.st_size)
+                self._content(descriptor, entry_status.st_size)
 
     def _content(self, fd: int, size: int) -> None:
         while size > 0:
             self._still()
-            chunk = os.read(fd, min(_CHUNK, size)) or _ZEROS[: min(_CHUNK, size)]  # it shrank meanwhile
-            self._stream.write(chunk)
-            size -= len(chunk)
+            file_chunk = os.read(fd, min(_CHUNK, size)) or _ZEROS[: min(_CHUNK, size)]  # it shrank meanwhile
+            self._stream.write(file_chunk)
+            size -= len(file_chunk)
 
     def _write(self, kind: bytes, name: bytes, status: os.stat_result, size: int = 0) -> None:
-        mode = stat.S_IMODE(status.st_mode) & 0o777
+        permissions = stat.S_IMODE(status.st_mode) & 0o777
         # A command may set any time; one that does not fit into the entry must not make the box impossible to pack.
         time_ns = max(-_LATEST_NS, min(status.st_mtime_ns, _LATEST_NS))
-        self._stream.write(_ENTRY.pack(kind, mode, len(name), size, time_ns) + name)
+        self._stream.write(_ENTRY.pack(kind, permissions, len(name), size, time_ns) + name)
 
 
 # Why the format is our own, and why an entry has a name and no path.
@@ -200,36 +200,36 @@ class _Unpacker:
         self._seen: set[str] = set()
 
     def run(self) -> None:
-        while (entry := self._next())[0] != b"E":
-            kind, mode, name, size, time_ns = entry
-            if kind == b"R" and not self._inside:
-                self._enter_root(os.fsdecode(name), mode, time_ns)
-            elif kind == b"U" and self._inside:
+        while (next_entry := self._next())[0] != b"E":
+            entry_kind, permissions, entry_name, entry_size, time_ns = next_entry
+            if entry_kind == b"R" and not self._inside:
+                self._enter_root(os.fsdecode(entry_name), permissions, time_ns)
+            elif entry_kind == b"U" and self._inside:
                 self._leave()
-            elif kind in (b"F", b"H", b"D", b"L", b"P") and self._inside:
-                self._make(kind, mode, _checked(name), size, time_ns)
+            elif entry_kind in (b"F", b"H", b"D", b"L", b"P") and self._inside:
+                self._make(entry_kind, permissions, _checked(entry_name), entry_size, time_ns)
             else:
-                raise SandboxError(f"the packed box is damaged: an entry {kind!r} where none can be")
+                raise SandboxError(f"the packed box is damaged: an entry {entry_kind!r} where none can be")
         if self._inside:
             raise SandboxError("the packed box is damaged: it ends within a folder")
 
     def close(self) -> None:
-        for fd, *_ in self._inside:
-            os.close(fd)
+        for descriptor, *_ in self._inside:
+            os.close(descriptor)
         self._inside.clear()
 
     def _next(self) -> tuple[bytes, int, bytes, int, int]:
         self._still()
-        kind, mode, length, size, time_ns = _ENTRY.unpack(self._exactly(_ENTRY.size))
-        return kind, mode & 0o777, self._exactly(length), size, time_ns
+        entry_kind, permissions, name_length, entry_size, time_ns = _ENTRY.unpack(self._exactly(_ENTRY.size))
+        return entry_kind, permissions & 0o777, self._exactly(name_length), entry_size, time_ns
 
     def _exactly(self, size: int) -> bytes:
-        data = self._read(size) if size else b""
-        while len(data) < size and (more := self._read(size - len(data))):
-            data += more
-        if len(data) < size:
+        read_bytes = self._read(size) if size else b""
+        while len(read_bytes) < size and (more_bytes := self._read(size - len(read_bytes))):
+            read_bytes += more_bytes
+        if len(read_bytes) < size:
             raise SandboxError("the packed box is damaged: it ends too early")
-        return data
+        return read_bytes
 
     def _enter_root(self, name: str, mode: int, time_ns: int) -> None:
         if name not in self._roots or name in self._seen:
@@ -239,11 +239,11 @@ class _Unpacker:
         self._inside.append((os.open(self._roots[name], DIRECTORY), mode, time_ns, b""))
 
     def _leave(self) -> None:
-        fd, mode, time_ns, _ = self._inside.pop()
+        descriptor, permissions, time_ns, _ = self._inside.pop()
         try:
-            _finish(fd, mode, time_ns, self._owner)
+            _finish(descriptor, permissions, time_ns, self._owner)
         finally:
-            os.close(fd)
+            os.close(descriptor)
 
     def _make(self, kind: bytes, mode: int, name: bytes, size: int, time_ns: int) -> None:
         parent = self._inside[-1][0]
@@ -254,10 +254,12 @@ class _Unpacker:
             os.mkdir(name, 0o700, dir_fd=parent)
             self._inside.append((os.open(name, DIRECTORY, dir_fd=parent), mode, time_ns, name))
         elif kind == b"F":
-            self._files.append((self._root, (*(each for *_, each in self._inside[1:]), name)))
-            with _opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, parent) as fd:
-                self._fill(fd, size)
-                _finish(fd, mode, time_ns, self._owner)
+            self._files.append((self._root, (*(folder_name for *_, folder_name in self._inside[1:]), name)))
+            with _opened(
+                name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, parent
+            ) as descriptor:
+                self._fill(descriptor, size)
+                _finish(descriptor, mode, time_ns, self._owner)
         elif kind == b"H":
             self._link(size, name, parent)
         elif kind == b"L":
@@ -268,32 +270,32 @@ class _Unpacker:
                 os.chown(name, *self._owner, dir_fd=parent, follow_symlinks=False)
         else:
             os.mkfifo(name, 0o600, dir_fd=parent)
-            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as fd:
-                _finish(fd, mode, time_ns, self._owner)
+            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as descriptor:
+                _finish(descriptor, mode, time_ns, self._owner)
 
     def _fill(self, fd: int, size: int) -> None:
         remaining = size
         while remaining:
             self._still()
-            chunk = self._exactly(min(_CHUNK, remaining))
-            remaining -= len(chunk)
+            unwritten_chunk = self._exactly(min(_CHUNK, remaining))
+            remaining -= len(unwritten_chunk)
             # A hole is not written: else a file that took no room in one box would not fit into the next one.
-            if chunk == _ZEROS[: len(chunk)]:
-                os.lseek(fd, len(chunk), os.SEEK_CUR)
+            if unwritten_chunk == _ZEROS[: len(unwritten_chunk)]:
+                os.lseek(fd, len(unwritten_chunk), os.SEEK_CUR)
                 continue
-            while chunk:
-                chunk = chunk[os.write(fd, chunk) :]
+            while unwritten_chunk:
+                unwritten_chunk = unwritten_chunk[os.write(fd, unwritten_chunk) :]
         os.ftruncate(fd, size)
 
     def _link(self, number: int, name: bytes, parent: int) -> None:
         if number >= len(self._files):
             raise SandboxError(f"the packed box is damaged: a name of file {number}, which did not come before it")
-        root, (*folders, original) = self._files[number]
-        with ExitStack() as walked:
-            folder = walked.enter_context(_opened(os.fsencode(self._roots[root]), DIRECTORY, None))
-            for each in folders:
-                folder = walked.enter_context(_opened(each, DIRECTORY, folder))
-            os.link(original, name, src_dir_fd=folder, dst_dir_fd=parent, follow_symlinks=False)
+        root_name, (*folder_names, original_name) = self._files[number]
+        with ExitStack() as open_folders:
+            descriptor = open_folders.enter_context(_opened(os.fsencode(self._roots[root_name]), DIRECTORY, None))
+            for folder_name in folder_names:
+                descriptor = open_folders.enter_context(_opened(folder_name, DIRECTORY, descriptor))
+            os.link(original_name, name, src_dir_fd=descriptor, dst_dir_fd=parent, follow_symlinks=False)
 
 
 def _checked(name: bytes) -> bytes:
@@ -311,8 +313,8 @@ def _finish(fd: int, mode: int, time_ns: int, owner: tuple[int, int] | None) -> 
 
 @contextmanager
 def _opened(name: bytes, flags: int, parent: int | None) -> Generator[int]:
-    fd = os.open(name, flags, 0o600, dir_fd=parent)
+    descriptor = os.open(name, flags, 0o600, dir_fd=parent)
     try:
-        yield fd
+        yield descriptor
     finally:
-        os.close(fd)
+        os.close(descriptor)

@@ -34,8 +34,8 @@ class Tape:
         self._copies = 0
         self._most, self._size = most_bytes, 0
         self._waiting: defaultdict[str, deque[Json]] = defaultdict(deque)
-        for key, answer in entries or ():
-            self._waiting[key].append(answer)
+        for call_key, recorded_answer in entries or ():
+            self._waiting[call_key].append(recorded_answer)
 
     async def ask(
         self, what: str, about: object, do: Callable[[], Awaitable[T]], read: Callable[[Json], T], write: Any
@@ -44,21 +44,21 @@ class Tape:
         turn answers from and into JSON."""
         # By content and not by order: an environment may ask its box side by side, and which call is first differs from
         # one time to the next. Equal calls are answered in the order in which they were recorded.
-        key = blake2b(repr((what, about)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        call_key = blake2b(repr((what, about)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if self.plays:
-            return await self._answer(key, what, about, read)
+            return await self._answer(call_key, what, about, read)
         try:
-            answer = await do()
+            live_answer = await do()
         # A refusal is an answer, which the environment has acted upon. Any other failure left no answer, so nothing can
         # stand for it later.
-        except SandboxPathError as error:
-            self._keep(key, {"refused": str(error)})
+        except SandboxPathError as refusal:
+            self._keep(call_key, {"refused": str(refusal)})
             raise
         except BaseException:
             self.flaw = self.flaw or f"its box gave no answer to {what}: the call was cut short, or the host failed"
             raise
-        self._keep(key, {"answer": write(answer)})
-        return answer
+        self._keep(call_key, {"answer": write(live_answer)})
+        return live_answer
 
     def copied(self) -> str:
         """The name of a copy of the box that was just made: calls to it begin with it."""
@@ -68,8 +68,8 @@ class Tape:
     def end(self) -> None:
         """Let the box itself answer from now on. Raises EnvError if calls of the record were not made again."""
         self.plays = False
-        if unasked := sum(map(len, self._waiting.values())):
-            raise EnvError(f"the environment did not repeat {unasked} of its calls to its box")
+        if unasked_count := sum(map(len, self._waiting.values())):
+            raise EnvError(f"the environment did not repeat {unasked_count} of its calls to its box")
 
     def _keep(self, key: str, answer: Json) -> None:
         self._size += len(key) + len(repr(answer))
@@ -84,22 +84,22 @@ class Tape:
     async def _answer(self, key: str, what: str, about: Any, read: Callable[[Json], T]) -> T:
         await trio.lowlevel.checkpoint()
         if not self._waiting[key]:
-            shown = " ".join([what, *(repr(each) for each in about[:1])])[:200]
-            raise EnvError(f"the environment made a call to its box that it had not made before: {shown}")
-        answer = self._waiting[key].popleft()
+            shown_call = " ".join([what, *(repr(argument) for argument in about[:1])])[:200]
+            raise EnvError(f"the environment made a call to its box that it had not made before: {shown_call}")
+        recorded_answer = self._waiting[key].popleft()
         # Kept again: the episode that goes on may be moved once more.
-        self._keep(key, answer)
-        if "refused" in answer:
-            raise SandboxPathError(answer["refused"])
-        return read(answer["answer"])
+        self._keep(key, recorded_answer)
+        if "refused" in recorded_answer:
+            raise SandboxPathError(recorded_answer["refused"])
+        return read(recorded_answer["answer"])
 
 
 def result_as_json(result: ExecResult) -> Json:
     """An `ExecResult` for `result_of_json`."""
-    output = [base64.b64encode(data).decode() for data in (result.stdout, result.stderr)]
+    encoded_outputs = [base64.b64encode(output_bytes).decode() for output_bytes in (result.stdout, result.stderr)]
     return [
         result.exit_code,
-        *output,
+        *encoded_outputs,
         result.timed_out,
         result.oom,
         result.truncated,
@@ -112,9 +112,9 @@ def result_as_json(result: ExecResult) -> Json:
 def result_of_json(document: Json) -> ExecResult:
     """Raises EnvError if it is none."""
     try:
-        code, stdout, stderr, timed_out, oom, truncated, duration_s, cpu_s, starved_s = document
+        exit_code, stdout, stderr, timed_out, oom, truncated, duration_s, cpu_s, starved_s = document
         return ExecResult(
-            exit_code=int(code),
+            exit_code=int(exit_code),
             stdout=base64.b64decode(stdout),
             stderr=base64.b64decode(stderr),
             timed_out=bool(timed_out),
@@ -124,16 +124,16 @@ def result_of_json(document: Json) -> ExecResult:
             cpu_s=None if cpu_s is None else float(cpu_s),
             starved_s=float(starved_s),
         )
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise EnvError(f"the snapshot is damaged: a command's result: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as document_error:
+        raise EnvError(f"the snapshot is damaged: a command's result: {document_error}") from document_error
 
 
 def bytes_of_json(document: Json) -> bytes:
     """Raises EnvError if they are none."""
     try:
         return base64.b64decode(document)
-    except (TypeError, ValueError) as error:
-        raise EnvError(f"the snapshot is damaged: a file: {error}") from error
+    except (TypeError, ValueError) as document_error:
+        raise EnvError(f"the snapshot is damaged: a file: {document_error}") from document_error
 
 
 def unsaved(what: str) -> SandboxError:

@@ -73,30 +73,30 @@ class SharedBackend:
             raise SandboxError(f"the shared backend {self.name} has no user: enter it first")
         with host_time(f"a box of {self.name}"):
             async with self._closing:
-                opened = self._backend = self._backend or await self._opened()
-            return await opened.create(spec)
+                open_backend = self._backend = self._backend or await self._opened()
+            return await open_backend.create(spec)
 
     async def aclose(self) -> None:
         """Close the backend, even if somebody still uses it. Idempotent."""
-        opened, self._backend = self._backend, None
-        if isinstance(opened, Pool):
+        open_backend, self._backend = self._backend, None
+        if isinstance(open_backend, Pool):
             self._done.set()
             await self._gone.wait()
-        elif opened is not None:
-            await opened.aclose()
+        elif open_backend is not None:
+            await open_backend.aclose()
 
     async def _opened(self) -> SandboxBackend:
-        plain = backend(self.name, **_arguments.get().get(self.name, {}))
+        plain_backend = backend(self.name, **_arguments.get().get(self.name, {}))
         if not self._ready:
-            return plain
-        pool = Pool(plain, ready=self._ready)
+            return plain_backend
+        warm_pool = Pool(plain_backend, ready=self._ready)
         self._done, self._gone = trio.Event(), trio.Event()
-        opened = trio.Event()
+        pool_opened = trio.Event()
         # The pool's nursery has to be entered and left by one task. The first user opens it and the last one closes it,
         # and these are rarely the same.
-        trio.lowlevel.spawn_system_task(self._hold, pool, opened, self._done, self._gone)
-        await opened.wait()
-        return pool
+        trio.lowlevel.spawn_system_task(self._hold, warm_pool, pool_opened, self._done, self._gone)
+        await pool_opened.wait()
+        return warm_pool
 
     async def _hold(self, pool: Pool, opened: trio.Event, done: trio.Event, gone: trio.Event) -> None:
         """Body of a system task, so it never raises: the pool outlives the episode that opened it and ends in none that
@@ -113,16 +113,16 @@ class SharedBackend:
 
 def once_a_loop(function: Callable[P, T]) -> Callable[P, T]:
     """`functools.cache`, anew in every trio loop: a result belongs to the loop that computed it."""
-    caches: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
+    cached_by_loop: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            cached = caches.get()
+            cached_function = cached_by_loop.get()
         except LookupError:
-            cached = cast("Callable[P, T]", functools.cache(function))
-            caches.set(cached)
-        return cached(*args, **kwargs)
+            cached_function = cast("Callable[P, T]", functools.cache(function))
+            cached_by_loop.set(cached_function)
+        return cached_function(*args, **kwargs)
 
     return call
 

@@ -161,12 +161,12 @@ class WarmPython:
     async def _take(self) -> _Interpreter | None:
         while self._idle:
             interpreter = self._idle.pop()
-            alive = False
+            is_alive = False
             try:
-                if alive := await interpreter.alive():
+                if is_alive := await interpreter.alive():
                     return interpreter
             finally:
-                if not alive:  # or the run was cancelled, and nobody else knows of it
+                if not is_alive:  # or the run was cancelled, and nobody else knows of it
                     await interpreter.close()
         # A machine that cannot start one will not start the next either, and each try costs the run its time. The other
         # way is only slower.
@@ -184,17 +184,19 @@ class WarmPython:
         return interpreter
 
     async def _start(self) -> _Interpreter | None:
-        program = seccomp.program("computing").hex()
+        filter_program = seccomp.program("computing").hex()
         interpreter = _Interpreter(await self._backend.create(self._spec))
-        code = None
+        exit_code = None
         try:
-            code = await interpreter.start(["python3", "-I", "-S", "-c", self._script, str(self._most), program])
+            exit_code = await interpreter.start(
+                ["python3", "-I", "-S", "-c", self._script, str(self._most), filter_program]
+            )
         finally:
-            if code != 0:
+            if exit_code != 0:
                 await interpreter.close()
-        if code == _CANNOT:
+        if exit_code == _CANNOT:
             self._failures = _TRIES
-        return interpreter if code == 0 else None
+        return interpreter if exit_code == 0 else None
 
 
 class _Interpreter:
@@ -211,8 +213,8 @@ class _Interpreter:
         with trio.move_on_after(_START_S):
             if await self._process.receive() == b"+":
                 return 0
-            result = await self._process.wait()
-            return result.exit_code or None if result else None
+            process_result = await self._process.wait()
+            return process_result.exit_code or None if process_result else None
         return None
 
     async def alive(self) -> bool:
@@ -226,19 +228,19 @@ class _Interpreter:
         SandboxError if the parent ended."""
         assert self._process is not None
         await self._process.send(len(data).to_bytes(_SIZE, "big") + data)
-        head = await self._read(1 + _SIZE)
-        output = await self._read(int.from_bytes(head[1:], "big"))
-        return None if head[0] else output
+        answer_head = await self._read(1 + _SIZE)
+        output = await self._read(int.from_bytes(answer_head[1:], "big"))
+        return None if answer_head[0] else output
 
     async def _read(self, size: int) -> bytes:
         assert self._process is not None
         while len(self._waiting) < size:
-            more = await self._process.receive()
-            if not more:
+            more_bytes = await self._process.receive()
+            if not more_bytes:
                 raise SandboxError("a warm interpreter ended")
-            self._waiting += more
-        data, self._waiting = self._waiting[:size], self._waiting[size:]
-        return data
+            self._waiting += more_bytes
+        answer_bytes, self._waiting = self._waiting[:size], self._waiting[size:]
+        return answer_bytes
 
     async def close(self) -> None:
         with trio.CancelScope(shield=True):

@@ -69,28 +69,30 @@ class Folder:
 
     def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """The bytes of a regular file, if it has at most `most_bytes`."""
-        bound = self.limit if most_bytes is None else min(most_bytes, self.limit)
-        with self._faults(path), self._parent(path) as (parent, name):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-            with os.fdopen(fd, "rb") as file:
-                _must_be_regular(path, fd)
-                data = file.read(bound + 1)
-        if len(data) > bound:
-            raise SandboxPathError(f"{path!r} is larger than {bound} bytes")
-        return data
+        most_read = self.limit if most_bytes is None else min(most_bytes, self.limit)
+        with self._faults(path), self._parent(path) as (parent_descriptor, file_name):
+            descriptor = os.open(
+                file_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent_descriptor
+            )
+            with os.fdopen(descriptor, "rb") as open_file:
+                _must_be_regular(path, descriptor)
+                file_bytes = open_file.read(most_read + 1)
+        if len(file_bytes) > most_read:
+            raise SandboxPathError(f"{path!r} is larger than {most_read} bytes")
+        return file_bytes
 
     def write(self, path: str, data: bytes) -> None:
         """Write a regular file, making parent folders as needed."""
-        with self._faults(path), self._parent(path, make=True) as (parent, name):
+        with self._faults(path), self._parent(path, make=True) as (parent_descriptor, file_name):
             # `O_NONBLOCK` because the name may be a pipe that nobody reads: opened without it, this thread would wait
             # for ever. And no `O_TRUNC`: emptied is only what has proved to be a regular file.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o644, dir_fd=parent)
-            with os.fdopen(fd, "wb") as file:
-                _must_be_regular(path, fd)
-                os.ftruncate(fd, 0)
-                self._own(fd)
-                file.write(data)
+            open_flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(file_name, open_flags, 0o644, dir_fd=parent_descriptor)
+            with os.fdopen(descriptor, "wb") as open_file:
+                _must_be_regular(path, descriptor)
+                os.ftruncate(descriptor, 0)
+                self._own(descriptor)
+                open_file.write(data)
 
     def make_folder(self, path: str) -> None:
         """Make a folder and its parents, if they are not there."""
@@ -99,17 +101,19 @@ class Folder:
 
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link. Raises SandboxPathError if the name is taken."""
-        with self._faults(path), self._parent(path) as (parent, name):
-            os.symlink(target, name, dir_fd=parent)
+        with self._faults(path), self._parent(path) as (parent_descriptor, link_name):
+            os.symlink(target, link_name, dir_fd=parent_descriptor)
 
     def set_mode(self, path: str, mode: int) -> None:
         """Set the permissions of a file or folder; a link is refused."""
-        with self._faults(path), self._parent(path) as (parent, name):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+        with self._faults(path), self._parent(path) as (parent_descriptor, entry_name):
+            descriptor = os.open(
+                entry_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent_descriptor
+            )
             try:
-                os.fchmod(fd, mode)
+                os.fchmod(descriptor, mode)
             finally:
-                os.close(fd)
+                os.close(descriptor)
 
     def is_directory(self, path: str) -> bool:
         """Whether `path` is a folder inside; links are followed inside."""
@@ -169,72 +173,72 @@ class Folder:
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Generator[tuple[int, str]]:
         """Descriptor of the folder that holds the path's last component, and that component's name."""
-        fd, name = self._resolve(path, make=make)
+        parent_descriptor, last_name = self._resolve(path, make=make)
         try:
-            if name == ".":
+            if last_name == ".":
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            yield fd, name
+            yield parent_descriptor, last_name
         finally:
-            os.close(fd)
+            os.close(parent_descriptor)
 
     @contextmanager
     def _directory(self, path: str, *, make: bool = False) -> Generator[int]:
-        parent, name = self._resolve(path, make=make)
+        parent_descriptor, last_name = self._resolve(path, make=make)
         try:
-            fd = self._enter(parent, name, make=make)
+            descriptor = self._enter(parent_descriptor, last_name, make=make)
         finally:
-            os.close(parent)
+            os.close(parent_descriptor)
         try:
-            yield fd
+            yield descriptor
         finally:
-            os.close(fd)
+            os.close(descriptor)
 
     def _resolve(self, path: str, *, make: bool) -> tuple[int, str]:
         """Walk to the last component, following links inside. The caller closes the descriptor."""
         # The folders walked so far stay open, and `..` goes back to the one that was really walked. The kernel's own
         # `..` asks where the folder is now, and the box may have moved it out of the tree meanwhile.
-        stack = [os.dup(self._fd)]
+        open_folders = [os.dup(self._fd)]
         try:
-            todo = deque(self._inside(path).split("/"))
-            links = 0
-            while todo:
-                part = todo.popleft()
-                if part in ("", "."):
+            parts_to_walk = deque(self._inside(path).split("/"))
+            link_count = 0
+            while parts_to_walk:
+                path_part = parts_to_walk.popleft()
+                if path_part in ("", "."):
                     continue
-                if part == "..":
-                    if len(stack) == 1:
+                if path_part == "..":
+                    if len(open_folders) == 1:
                         raise SandboxPathError(f"{path!r} leads out of the work folder")
-                    os.close(stack.pop())
+                    os.close(open_folders.pop())
                     continue
-                target = _link_target(stack[-1], part)
+                link_target = _link_target(open_folders[-1], path_part)
                 # Read by us and not followed by the kernel, for which an absolute link starts at this machine's root
                 # and not at the box's.
-                if target is not None:
-                    links += 1
-                    if links > _MAX_LINKS:
+                if link_target is not None:
+                    link_count += 1
+                    if link_count > _MAX_LINKS:
                         raise SandboxPathError(f"{path!r} has too many levels of links")
-                    if target.startswith("/"):
-                        target = self._inside(target)
-                        while len(stack) > 1:
-                            os.close(stack.pop())
-                    todo.extendleft(reversed(target.split("/")))
-                elif any(rest not in ("", ".") for rest in todo):
-                    if len(stack) > MAX_DEPTH:
+                    if link_target.startswith("/"):
+                        link_target = self._inside(link_target)
+                        while len(open_folders) > 1:
+                            os.close(open_folders.pop())
+                    parts_to_walk.extendleft(reversed(link_target.split("/")))
+                elif any(later_part not in ("", ".") for later_part in parts_to_walk):
+                    if len(open_folders) > MAX_DEPTH:
                         raise SandboxPathError(f"{path[:100]!r}… is deeper than {MAX_DEPTH} folders")
-                    stack.append(self._enter(stack[-1], part, make=make))
+                    open_folders.append(self._enter(open_folders[-1], path_part, make=make))
                 else:
-                    return stack.pop(), part
-            return stack.pop(), "."
+                    return open_folders.pop(), path_part
+            return open_folders.pop(), "."
         finally:
-            for fd in stack:
-                os.close(fd)
+            for descriptor in open_folders:
+                os.close(descriptor)
 
     def _inside(self, path: str) -> str:
         if not path.startswith("/"):
             return path
-        for alias in self._aliases:
-            if path == alias or path.startswith(alias + "/"):
-                return path[len(alias) :]
+        for folder_alias in self._aliases:
+            if path == folder_alias or path.startswith(folder_alias + "/"):
+                return path[len(folder_alias) :]
         raise SandboxPathError(f"{path!r} leads out of the work folder {WORKSPACE}")
 
     def _enter(self, parent: int, name: str, *, make: bool) -> int:
@@ -271,9 +275,9 @@ def faults_of(path: str, *, bounded: bool) -> Generator[None]:
     except OSError as error:
         # A list of the host's faults, and all else the box's: a hostile tree can produce many kinds of errors, and one
         # that was forgotten in a list of the box's would let a policy end its episode unscored.
-        host = error.errno in _HOST_FAULTS or (is_full(error) and not bounded)
-        kind = SandboxError if host else SandboxPathError
-        raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
+        is_host_fault = error.errno in _HOST_FAULTS or (is_full(error) and not bounded)
+        error_class = SandboxError if is_host_fault else SandboxPathError
+        raise error_class(f"{path!r}: {os.strerror(error.errno or 0)}") from error
     except ValueError as error:  # NUL bytes, lone surrogates
         raise SandboxPathError(f"{path!r} is no path: {error}") from error
 
@@ -281,40 +285,42 @@ def faults_of(path: str, *, bounded: bool) -> Generator[None]:
 def usage(*roots: Path) -> float:
     """Bytes that the trees take on disk, each entry at half a kilobyte more. Endless where a folder may not be looked
     into: hiding must not pay. Files that were deleted but are still open do not show."""
-    total = 0
-    hidden: list[OSError] = []
+    total_bytes = 0
+    hidden_errors: list[OSError] = []
 
     def note(error: OSError) -> None:
         if error.errno != errno.ENOENT:
-            hidden.append(error)
+            hidden_errors.append(error)
 
-    for root in roots:
+    for tree_root in roots:
         try:
-            for _, folders, files, fd in os.fwalk(root, onerror=note):
-                for name in (*folders, *files):
+            for _, folder_names, file_names, folder_descriptor in os.fwalk(tree_root, onerror=note):
+                for entry_name in (*folder_names, *file_names):
                     # A file may vanish between the listing and the look, as the command runs on.
                     with contextlib.suppress(OSError):
-                        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 + 512
+                        total_bytes += (
+                            os.stat(entry_name, dir_fd=folder_descriptor, follow_symlinks=False).st_blocks * 512 + 512
+                        )
         except (PermissionError, RecursionError):
             return math.inf
-    return math.inf if hidden else total
+    return math.inf if hidden_errors else total_bytes
 
 
 @contextmanager
 def _opened(path: Path) -> Generator[int]:
     """Descriptor of a trusted host folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield fd
+        yield descriptor
     finally:
-        os.close(fd)
+        os.close(descriptor)
 
 
 def _link_target(parent: int, name: str) -> str | None:
     try:
         return os.readlink(name, dir_fd=parent)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOENT):
+    except OSError as link_error:
+        if link_error.errno in (errno.EINVAL, errno.ENOENT):
             return None
         raise
 
@@ -332,26 +338,26 @@ def _copy_tree(
     """Copy folder to folder by descriptor: regular files, folders, links; modes (no setuid) and times are kept."""
     if depth > MAX_DEPTH:
         raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
-    for name in os.listdir(origin):
-        status = os.stat(name, dir_fd=origin, follow_symlinks=False)
-        mode = stat.S_IMODE(status.st_mode) & 0o777
-        budget.spend(status.st_size)
-        if stat.S_ISLNK(status.st_mode):
-            target = os.readlink(name, dir_fd=origin)
-            if inner_links_only and not stays_inside(target, depth):
+    for entry_name in os.listdir(origin):
+        entry_status = os.stat(entry_name, dir_fd=origin, follow_symlinks=False)
+        permissions = stat.S_IMODE(entry_status.st_mode) & 0o777
+        budget.spend(entry_status.st_size)
+        if stat.S_ISLNK(entry_status.st_mode):
+            link_target = os.readlink(entry_name, dir_fd=origin)
+            if inner_links_only and not stays_inside(link_target, depth):
                 continue
             if merge:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=into)
-            os.symlink(target, name, dir_fd=into)
+                    os.unlink(entry_name, dir_fd=into)
+            os.symlink(link_target, entry_name, dir_fd=into)
             if owner:
-                os.chown(name, *owner, dir_fd=into, follow_symlinks=False)
-        elif stat.S_ISDIR(status.st_mode):
+                os.chown(entry_name, *owner, dir_fd=into, follow_symlinks=False)
+        elif stat.S_ISDIR(entry_status.st_mode):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=into)
-            inner_origin = os.open(name, DIRECTORY, dir_fd=origin)
+                os.mkdir(entry_name, 0o700, dir_fd=into)
+            inner_origin = os.open(entry_name, DIRECTORY, dir_fd=origin)
             try:
-                inner_into = os.open(name, DIRECTORY, dir_fd=into)
+                inner_into = os.open(entry_name, DIRECTORY, dir_fd=into)
                 try:
                     _copy_tree(
                         inner_origin,
@@ -362,13 +368,15 @@ def _copy_tree(
                         merge=merge,
                         depth=depth + 1,
                     )
-                    _finish(inner_into, mode, status, owner)
+                    _finish(inner_into, permissions, entry_status, owner)
                 finally:
                     os.close(inner_into)
             finally:
                 os.close(inner_origin)
-        elif stat.S_ISREG(status.st_mode):
-            _copy_file(origin, into, name, budget, merge=merge, mode=mode, status=status, owner=owner)
+        elif stat.S_ISREG(entry_status.st_mode):
+            _copy_file(
+                origin, into, entry_name, budget, merge=merge, mode=permissions, status=entry_status, owner=owner
+            )
 
 
 def _copy_file(
@@ -382,21 +390,21 @@ def _copy_file(
     status: os.stat_result,
     owner: tuple[int, int] | None,
 ) -> None:
-    source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=origin)
+    source_descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=origin)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if merge else os.O_EXCL)
-        target = os.open(name, flags, 0o600, dir_fd=into)
+        open_flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if merge else os.O_EXCL)
+        target_descriptor = os.open(name, open_flags, 0o600, dir_fd=into)
         try:
             remaining = status.st_size  # a file that grows meanwhile is copied as it was counted
-            while remaining > 0 and (chunk := os.read(source, min(_CHUNK, remaining))):
-                remaining -= len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(target, chunk) :]
-            _finish(target, mode, status, owner)
+            while remaining > 0 and (unwritten_chunk := os.read(source_descriptor, min(_CHUNK, remaining))):
+                remaining -= len(unwritten_chunk)
+                while unwritten_chunk:
+                    unwritten_chunk = unwritten_chunk[os.write(target_descriptor, unwritten_chunk) :]
+            _finish(target_descriptor, mode, status, owner)
         finally:
-            os.close(target)
+            os.close(target_descriptor)
     finally:
-        os.close(source)
+        os.close(source_descriptor)
 
 
 def _finish(fd: int, mode: int, status: os.stat_result, owner: tuple[int, int] | None) -> None:
@@ -411,8 +419,8 @@ def stays_inside(target: str, depth: int) -> bool:
     names. A `..` after a name is refused: the name may be a link itself."""
     if target.startswith("/"):
         return False
-    parts = [part for part in target.split("/") if part not in ("", ".")]
-    ups = 0
-    while ups < len(parts) and parts[ups] == "..":
-        ups += 1
-    return ups <= depth and ".." not in parts[ups:]
+    path_parts = [path_part for path_part in target.split("/") if path_part not in ("", ".")]
+    levels_up = 0
+    while levels_up < len(path_parts) and path_parts[levels_up] == "..":
+        levels_up += 1
+    return levels_up <= depth and ".." not in path_parts[levels_up:]

@@ -59,15 +59,15 @@ class ProcessBackend:
             self._home = OwnedFolder()
             self._snapshots = FolderSnapshots(self._home.path / "snapshots")
         assert self._snapshots
-        box = ProcessBox(self._home, f"box{next(self._count)}", spec, self._snapshots, self)
-        self._boxes.add(box)
+        new_box = ProcessBox(self._home, f"box{next(self._count)}", spec, self._snapshots, self)
+        self._boxes.add(new_box)
         try:
-            for path, data in spec.files.items():
-                await box.write(path, data)
+            for file_path, file_bytes in spec.files.items():
+                await new_box.write(file_path, file_bytes)
         except BaseException:
-            await box.close()
+            await new_box.close()
             raise
-        return box
+        return new_box
 
     def forget(self, box: ProcessBox) -> None:
         """A box says that it closed."""
@@ -76,11 +76,11 @@ class ProcessBackend:
     async def aclose(self) -> None:
         """Close all boxes and leave nothing behind. Idempotent."""
         with trio.CancelScope(shield=True):
-            for box in list(self._boxes):
-                await box.close()
+            for open_box in list(self._boxes):
+                await open_box.close()
             if self._home is not None:
-                home, self._home = self._home, None
-                await trio.to_thread.run_sync(home.close)
+                home_folder, self._home = self._home, None
+                await trio.to_thread.run_sync(home_folder.close)
 
 
 class ProcessBox(WorkBox):
@@ -109,63 +109,65 @@ class ProcessBox(WorkBox):
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
-            child = self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return refused.result
+            command_process = self._spawn(argv, cwd, env)
+        except CommandRefused as refusal:
+            return refusal.result
         with policy_time():
-            timed_out = await self._drive(child, stdin, wall_s)
-        if timed_out and child.used.starved_out:
-            raise starved_out(child.used.starved_s, child.used.cpu_s)
-        return _result(child, timed_out=timed_out)
+            timed_out = await self._drive(command_process, stdin, wall_s)
+        if timed_out and command_process.used.starved_out:
+            raise starved_out(command_process.used.starved_s, command_process.used.cpu_s)
+        return _result(command_process, timed_out=timed_out)
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> BoxProcess:
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
-            child = self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return NeverStarted(refused.result)
+            command_process = self._spawn(argv, cwd, env)
+        except CommandRefused as refusal:
+            return NeverStarted(refusal.result)
         return Background(
-            child,
-            drive=lambda: self._drive(child, None, math.inf),
-            result=lambda: _result(child, timed_out=False),
-            kill=child.kill_group,
-            used=lambda: child.used,
+            command_process,
+            drive=lambda: self._drive(command_process, None, math.inf),
+            result=lambda: _result(command_process, timed_out=False),
+            kill=command_process.kill_group,
+            used=lambda: command_process.used,
         )
 
     def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> HostProcess:
         self._must_be_open()
-        command = checked_argv(argv)
-        inherited = {key: os.environ[key] for key in _KEPT if key in os.environ}
-        home = {"HOME": str(self._path), "TMPDIR": str(self._path)}
+        checked_command = checked_argv(argv)
+        inherited = {variable_name: os.environ[variable_name] for variable_name in _KEPT if variable_name in os.environ}
+        home_variables = {"HOME": str(self._path), "TMPDIR": str(self._path)}
         # The mark comes last: a variable of the same name would hide the command's processes from the janitor, and they
         # would outlive this process.
-        variables = checked_env({**inherited, **home, **self.spec.env, **(env or {}), **self._home.mark})
-        folder = self._path
+        variables = checked_env({**inherited, **home_variables, **self.spec.env, **(env or {}), **self._home.mark})
+        working_folder = self._path
         if cwd not in (None, "", "."):
             if not self._work.is_directory(cwd):
                 raise CommandRefused(f"no folder {cwd!r} in the work folder")
-            folder = self._path / cwd.removeprefix(WORKSPACE).lstrip("/")
-        wrapped = self._backend.wrap(command, self.spec, self._path)
-        child = HostProcess(wrapped, env=variables, cwd=folder, output_bytes=self.spec.limits.output_bytes)
-        self._running[child] = trio.Event()
-        return child
+            working_folder = self._path / cwd.removeprefix(WORKSPACE).lstrip("/")
+        wrapped_command = self._backend.wrap(checked_command, self.spec, self._path)
+        command_process = HostProcess(
+            wrapped_command, env=variables, cwd=working_folder, output_bytes=self.spec.limits.output_bytes
+        )
+        self._running[command_process] = trio.Event()
+        return command_process
 
     async def _drive(self, child: HostProcess, stdin: bytes | None, timeout_s: float) -> bool:
         timed_out = False
         try:
-            async with trio.open_nursery() as pipes:
-                pipes.start_soon(child.drain)
+            async with trio.open_nursery() as pipe_nursery:
+                pipe_nursery.start_soon(child.drain)
                 if stdin is not None:
-                    pipes.start_soon(child.feed, stdin)
-                with fair_deadline(pipes, timeout_s, child.used) as deadline:
+                    pipe_nursery.start_soon(child.feed, stdin)
+                with fair_deadline(pipe_nursery, timeout_s, child.used) as deadline:
                     await child.ended()
                 timed_out = deadline.passed
                 await child.end(child.kill_group)
                 # A process that has left the group may hold the pipes as long as it likes. The command has ended, so
                 # its output is what has come until now.
-                pipes.cancel_scope.deadline = trio.current_time() + _DRAIN_S
+                pipe_nursery.cancel_scope.deadline = trio.current_time() + _DRAIN_S
             child.take_rest()
         finally:
             try:
@@ -188,13 +190,13 @@ class ProcessBox(WorkBox):
     async def fork(self) -> ProcessBox:
         """A new box with a copy of the work folder; processes are not copied."""
         self._must_be_open()
-        twin = await self._backend.create(dataclasses.replace(self.spec, files={}))
+        forked_box = await self._backend.create(dataclasses.replace(self.spec, files={}))
         try:
-            await trio.to_thread.run_sync(twin._work.load, self._path)
+            await trio.to_thread.run_sync(forked_box._work.load, self._path)
         except BaseException:
-            await twin.close()
+            await forked_box.close()
             raise
-        return twin
+        return forked_box
 
     async def close(self) -> None:
         """End all processes, remove all files. Idempotent."""
@@ -209,11 +211,11 @@ class ProcessBox(WorkBox):
         self._backend.forget(self)
 
     async def _end_processes(self) -> None:
-        running = dict(self._running)
-        for child in running:
-            child.kill_group()
-        for ended in running.values():
-            await ended.wait()
+        running_processes = dict(self._running)
+        for running_process in running_processes:
+            running_process.kill_group()
+        for process_ended in running_processes.values():
+            await process_ended.wait()
 
 
 def _result(child: HostProcess, *, timed_out: bool) -> ExecResult:

@@ -66,52 +66,52 @@ class Bubblewrap:
         async with self._opening:
             if self._host is None:
                 self._host = await self._open_host()
-        box = await BubblewrapBox.open(self._host, spec or SandboxSpec(), self._boxes)
+        new_box = await BubblewrapBox.open(self._host, spec or SandboxSpec(), self._boxes)
         try:
-            for path, data in box.spec.files.items():
-                await box.write(path, data)
+            for file_path, file_bytes in new_box.spec.files.items():
+                await new_box.write(file_path, file_bytes)
         except BaseException:
-            await box.close()
+            await new_box.close()
             raise
-        return box
+        return new_box
 
     async def _open_host(self) -> Host:
-        host = Host(self._readonly, self._want_groups)
+        new_host = Host(self._readonly, self._want_groups)
         try:
-            problem = await self._probe(host)
+            problem = await self._probe(new_host)
             # A probe and no list of kernel versions: what is allowed depends on sysctls, on security modules and on the
             # container around this process.
-            if problem and host.drops_user:  # an unprivileged user may be forbidden what root is allowed
-                host.drops_user = False
-                problem = await self._probe(host)
+            if problem and new_host.drops_user:  # an unprivileged user may be forbidden what root is allowed
+                new_host.drops_user = False
+                problem = await self._probe(new_host)
             if problem:
                 raise SandboxUnavailable(
                     f"bubblewrap cannot make a box here ({problem}); allow user namespaces, or use the backend docker"
                 )
         except BaseException:
-            host.close()
+            new_host.close()
             raise
-        return host
+        return new_host
 
     async def _probe(self, host: Host) -> str:
         """Run `true` in a box: what is wrong, or nothing."""
-        box = await BubblewrapBox.open(host, SandboxSpec(), self._boxes)
+        probe_box = await BubblewrapBox.open(host, SandboxSpec(), self._boxes)
         try:
-            result = await box.exec(["true"])
-            return "" if result.exit_code == 0 else result.stderr.decode(errors="replace").strip()
-        except SandboxError as error:
-            return str(error)
+            probe_result = await probe_box.exec(["true"])
+            return "" if probe_result.exit_code == 0 else probe_result.stderr.decode(errors="replace").strip()
+        except SandboxError as box_error:
+            return str(box_error)
         finally:
-            await box.close()
+            await probe_box.close()
 
     async def aclose(self) -> None:
         """Close all boxes and leave nothing behind. Idempotent."""
         with trio.CancelScope(shield=True):
-            for box in list(self._boxes):
-                await box.close()
+            for open_box in list(self._boxes):
+                await open_box.close()
             if self._host is not None:
-                host, self._host = self._host, None
-                await trio.to_thread.run_sync(host.close)
+                open_host, self._host = self._host, None
+                await trio.to_thread.run_sync(open_host.close)
 
 
 # Why every command gets a bwrap of its own, and no shell stays in the box.
@@ -140,19 +140,19 @@ class BubblewrapBox(WorkBox):
     @classmethod
     async def open(cls, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox]) -> BubblewrapBox:
         """Make the work folder and, if possible, the control group. Raises SandboxError."""
-        place = await trio.to_thread.run_sync(host.place, spec.limits)
+        box_place = await trio.to_thread.run_sync(host.place, spec.limits)
         try:
-            return cls(host, spec, siblings, place)
+            return cls(host, spec, siblings, box_place)
         except BaseException:
-            place.close()
+            box_place.close()
             raise
 
     def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: BoxPlace) -> None:
         self.spec = spec
         self._host, self._siblings, self._place = host, siblings, place
-        owner = place.owner if host.drops_user else None
-        work = Folder(place.work, limit=spec.limits.disk_bytes, owner=owner, bounded=place.bounded)
-        super().__init__(work, host.snapshots)
+        work_owner = place.owner if host.drops_user else None
+        work_folder = Folder(place.work, limit=spec.limits.disk_bytes, owner=work_owner, bounded=place.bounded)
+        super().__init__(work_folder, host.snapshots)
         self._bwrap = host.bwrap(spec, self._place)
         self._limited = host.limited(spec.limits, as_group=self._place.group is not None)
         self._running: set[BoxCommand] = set()
@@ -172,19 +172,19 @@ class BubblewrapBox(WorkBox):
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
-            run = self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return refused.result
+            box_command = self._spawn(argv, cwd, env)
+        except CommandRefused as refusal:
+            return refusal.result
         # The kernel counts kills of the box and not of a command: the difference is this command's, or that of one
         # beside it, which shares the same memory.
-        kills = self._place.oom_kills()
+        kills_before = self._place.oom_kills()
         with policy_time():
-            timed_out = await self._drive(run, stdin, wall_s)
+            timed_out = await self._drive(box_command, stdin, wall_s)
         # Not a time-out to be scored: this machine gave the command no processor for so long that its deadline says
         # nothing about the code (law 3).
-        if timed_out and run.child.used.starved_out:
-            raise starved_out(run.child.used.starved_s, run.child.used.cpu_s)
-        return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
+        if timed_out and box_command.child.used.starved_out:
+            raise starved_out(box_command.child.used.starved_s, box_command.child.used.cpu_s)
+        return self._result(box_command, timed_out=timed_out, oom=self._place.oom_kills() > kills_before)
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -193,50 +193,52 @@ class BubblewrapBox(WorkBox):
 
         A command that cannot be run (NUL bytes, missing folder) gives a process that has ended with code 126."""
         try:
-            run = self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return NeverStarted(refused.result)
-        process = Background(
-            run.child,
-            drive=lambda: self._drive(run, None, math.inf),
-            result=lambda: self._result(run, timed_out=False, oom=False),
-            kill=run.kill,
-            used=lambda: run.child.used,
+            box_command = self._spawn(argv, cwd, env)
+        except CommandRefused as refusal:
+            return NeverStarted(refusal.result)
+        background = Background(
+            box_command.child,
+            drive=lambda: self._drive(box_command, None, math.inf),
+            result=lambda: self._result(box_command, timed_out=False, oom=False),
+            kill=box_command.kill,
+            used=lambda: box_command.child.used,
         )
         # Not before its bounds hold: a process handed out earlier could be written to while it is in no control group
         # yet.
-        await run.admitted.wait()
-        return process
+        await box_command.admitted.wait()
+        return background
 
     def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> BoxCommand:
         self._must_be_open()
-        command = checked_argv(argv)
+        checked_command = checked_argv(argv)
         variables = checked_env({**_ENV, **self.spec.env, **(env or {})})
-        folder = WORKSPACE
+        working_folder = WORKSPACE
         if cwd not in (None, "", "."):
             if not self._work.is_directory(cwd):
                 raise CommandRefused(f"no folder {cwd!r} in the work folder")
-            folder = cwd if cwd.startswith("/") else f"{WORKSPACE}/{cwd}"
-        rest = [b"--chdir", os.fsencode(folder)]
-        for key, value in variables.items():
-            rest += [b"--setenv", key, value]
-        rest += [b"--", *self._limited, *command]
+            working_folder = cwd if cwd.startswith("/") else f"{WORKSPACE}/{cwd}"
+        last_arguments = [b"--chdir", os.fsencode(working_folder)]
+        for variable_name, variable_value in variables.items():
+            last_arguments += [b"--setenv", variable_name, variable_value]
+        last_arguments += [b"--", *self._limited, *checked_command]
         limits = self.spec.limits
-        run = BoxCommand(
+        box_command = BoxCommand(
             self._bwrap,
-            rest,
+            last_arguments,
             filter_file=self._host.filter_file,
             mark=self._host.folder.mark,
             output_bytes=limits.output_bytes,
         )
-        self._running.add(run)
-        return run
+        self._running.add(box_command)
+        return box_command
 
     async def _drive(self, run: BoxCommand, stdin: bytes | None, timeout_s: float) -> bool:
-        watch = None if self._place.bounded else self._watch_disk
+        disk_watch = None if self._place.bounded else self._watch_disk
         try:
-            group, cpus = self._place.group, self.spec.limits.cpus
-            timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=group, cpus=cpus, watch=watch)
+            control_group, cpus = self._place.group, self.spec.limits.cpus
+            timed_out = await run.drive(
+                stdin=stdin, timeout_s=timeout_s, group=control_group, cpus=cpus, watch=disk_watch
+            )
         finally:
             self._running.discard(run)
         # Its processes were killed by `close`; the exit code would read as if the policy's command had crashed.
@@ -247,38 +249,38 @@ class BubblewrapBox(WorkBox):
     async def _watch_disk(self) -> str:
         """Why a command must be killed: the work folder, which no file system bounds, grew too large. A command that
         finds it too large already may run, and delete, but not add."""
-        limit = self.spec.limits.disk_bytes
-        used = await trio.to_thread.run_sync(self._place.usage)
+        limit_bytes = self.spec.limits.disk_bytes
+        used_bytes = await trio.to_thread.run_sync(self._place.usage)
         # Without the maximum, a box that is too full could not even run the `rm` that would empty it.
-        allowed = max(limit, used) if used < math.inf else limit
+        allowed_bytes = max(limit_bytes, used_bytes) if used_bytes < math.inf else limit_bytes
         while True:
-            if await trio.to_thread.run_sync(self._place.usage) > allowed:
-                return f"the work folder exceeds {limit} bytes"
+            if await trio.to_thread.run_sync(self._place.usage) > allowed_bytes:
+                return f"the work folder exceeds {limit_bytes} bytes"
             await trio.sleep(_POLL_S)
 
     def _result(self, run: BoxCommand, *, timed_out: bool, oom: bool) -> ExecResult:
-        child = run.child
-        stdout, stderr = child.stdout.take(), child.stderr.take()
-        code = run.exit_code
-        if code is None and not (run.killed or oom):
+        host_process = run.child
+        stdout, stderr = host_process.stdout.take(), host_process.stderr.take()
+        exit_code = run.exit_code
+        if exit_code is None and not (run.killed or oom):
             message = stderr.decode(errors="replace").strip() or "bwrap ended without a word"
             # Law 3: a command that was alone and could not be set up has met a broken host. Beside other commands of
             # the box it may have met what those use up, such as the bound of processes.
             if not self._running and "Can't chdir" not in message:
                 raise SandboxError(f"bubblewrap could not set up the box: {message}")
-            code = REFUSED  # the box's own doing: its other processes took all there was, or the folder vanished
+            exit_code = REFUSED  # the box's own doing: its other processes took all there was, or the folder vanished
         if run.killed_because:
             stderr += f"\nsandbox: killed: {run.killed_because}\n".encode()
         return ExecResult(
-            exit_code=137 if code is None else code,
+            exit_code=137 if exit_code is None else exit_code,
             stdout=stdout,
             stderr=stderr,
             timed_out=timed_out,
             oom=oom,
-            truncated=child.stdout.truncated or child.stderr.truncated,
-            duration_s=child.duration_s,
-            cpu_s=child.used.cpu_s if run.cpu_s is None else run.cpu_s,
-            starved_s=child.used.starved_s,
+            truncated=host_process.stdout.truncated or host_process.stderr.truncated,
+            duration_s=host_process.duration_s,
+            cpu_s=host_process.used.cpu_s if run.cpu_s is None else run.cpu_s,
+            starved_s=host_process.used.starved_s,
         )
 
     # --- files --------------------------------------------------------------------------------------------------
@@ -286,9 +288,11 @@ class BubblewrapBox(WorkBox):
     async def write(self, path: str, data: bytes) -> None:
         self._must_be_open()
         if not self._place.bounded:
-            used = await trio.to_thread.run_sync(self._place.usage)
-            if used + len(data) > self.spec.limits.disk_bytes:
-                raise SandboxPathError(f"{path!r} does not fit: {used} of {self.spec.limits.disk_bytes} bytes are used")
+            used_bytes = await trio.to_thread.run_sync(self._place.usage)
+            if used_bytes + len(data) > self.spec.limits.disk_bytes:
+                raise SandboxPathError(
+                    f"{path!r} does not fit: {used_bytes} of {self.spec.limits.disk_bytes} bytes are used"
+                )
         await super().write(path, data)
 
     # --- copies of the box --------------------------------------------------------------------------------------
@@ -309,13 +313,13 @@ class BubblewrapBox(WorkBox):
     async def fork(self) -> BubblewrapBox:
         """A new box with a copy of the work folder; processes are not copied."""
         self._must_be_open()
-        twin = await BubblewrapBox.open(self._host, dataclasses.replace(self.spec, files={}), self._siblings)
+        forked_box = await BubblewrapBox.open(self._host, dataclasses.replace(self.spec, files={}), self._siblings)
         try:
-            await trio.to_thread.run_sync(twin._work.load, self._place.work)
+            await trio.to_thread.run_sync(forked_box._work.load, self._place.work)
         except BaseException:
-            await twin.close()
+            await forked_box.close()
             raise
-        return twin
+        return forked_box
 
     async def alive(self) -> bool:
         """Whether the box can still be used; asks no process."""
@@ -335,12 +339,12 @@ class BubblewrapBox(WorkBox):
         self._siblings.discard(self)
 
     async def _end_processes(self) -> None:
-        runs = list(self._running)
-        for run in runs:
-            run.kill()
+        running_commands = list(self._running)
+        for running_command in running_commands:
+            running_command.kill()
         with trio.move_on_after(_REAP_S) as deadline:
-            for run in runs:
-                await run.closed.wait()
+            for running_command in running_commands:
+                await running_command.closed.wait()
         if deadline.cancelled_caught:
             raise SandboxError("processes of the box survive SIGKILL; the host is in trouble")
 

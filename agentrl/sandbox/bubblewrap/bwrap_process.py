@@ -44,11 +44,11 @@ class Subreaper:
     def hold(cls) -> None:
         cls._users += 1
         if cls._users == 1:
-            before = ctypes.c_int()
+            flag_before = ctypes.c_int()
             libc = ctypes.CDLL(None, use_errno=True)
-            libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+            libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(flag_before), 0, 0, 0)
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            cls._before = before.value
+            cls._before = flag_before.value
 
     @classmethod
     def release(cls) -> None:
@@ -73,13 +73,21 @@ class BoxCommand:
         janitor. Raises SandboxError."""
         status_read, status_write = os.pipe()
         gate_read, gate_write = os.pipe()
-        theirs = [status_write, gate_read]
+        inherited = [status_write, gate_read]
         try:
-            argv = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
-            theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
-            argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
-            env = {**_ENV, **{os.fsencode(key): os.fsencode(value) for key, value in mark.items()}}
-            self.child = HostProcess(argv, env=env, pass_fds=theirs, output_bytes=output_bytes)
+            bwrap_arguments = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
+            inherited.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
+            bwrap_arguments += [b"--seccomp", b"%d" % inherited[-1], *rest]
+            bwrap_variables = {
+                **_ENV,
+                **{
+                    os.fsencode(variable_name): os.fsencode(variable_value)
+                    for variable_name, variable_value in mark.items()
+                },
+            }
+            self.child = HostProcess(
+                bwrap_arguments, env=bwrap_variables, pass_fds=inherited, output_bytes=output_bytes
+            )
         except BaseException:
             os.close(status_read)
             os.close(gate_write)
@@ -87,8 +95,8 @@ class BoxCommand:
         finally:
             # Our copies of its ends. Held open, the pipe of the status would never come to an end, and a bwrap that
             # died in its setup would be awaited for the whole of `_START_S`.
-            for fd in theirs:
-                os.close(fd)
+            for descriptor in inherited:
+                os.close(descriptor)
         self._status, self._gate = trio.lowlevel.FdStream(status_read), gate_write
         self._report = b""
         self._pid = 0  # of process 1 of the box
@@ -115,20 +123,20 @@ class BoxCommand:
         failure: SandboxError | None = None
         timed_out = False
         try:
-            async with trio.open_nursery() as pipes:
-                pipes.start_soon(self.child.drain)
+            async with trio.open_nursery() as pipe_nursery:
+                pipe_nursery.start_soon(self.child.drain)
                 if stdin is not None:
-                    pipes.start_soon(self.child.feed, stdin)
+                    pipe_nursery.start_soon(self.child.feed, stdin)
                 try:
-                    with fair_deadline(pipes, timeout_s, self.child.used) as deadline:
+                    with fair_deadline(pipe_nursery, timeout_s, self.child.used) as deadline:
                         await self._admit(group)
                         self.child.used.follow(self._pid or self.child.pid, cpus=cpus)
                         await (self.child.ended() if watch is None else self._until_ended(watch))
                     timed_out = deadline.passed
                     await self._end()
-                except SandboxError as error:  # raised outside the nursery, so that it is no group
-                    failure = error
-                    pipes.cancel_scope.cancel()
+                except SandboxError as box_error:  # raised outside the nursery, so that it is no group
+                    failure = box_error
+                    pipe_nursery.cancel_scope.cancel()
         finally:
             await self._close()
         if failure is not None:
@@ -155,8 +163,8 @@ class BoxCommand:
                     group.enter(self._pid)
             except ProcessLookupError:
                 pass  # it died in its setup; bwrap says why
-            except OSError as error:
-                raise SandboxError(f"cannot bound a new process: {error}") from error
+            except OSError as group_error:
+                raise SandboxError(f"cannot bound a new process: {group_error}") from group_error
             # A broken pipe: it died in its setup, and nobody waits at the gate.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._gate, b"x")
@@ -183,12 +191,12 @@ class BoxCommand:
     async def _next_report(self) -> dict[str, Any]:
         """The next line of bwrap's status; empty at its end."""
         while b"\n" not in self._report:
-            chunk = await self._status.receive_some(4096)
-            if not chunk:
+            status_bytes = await self._status.receive_some(4096)
+            if not status_bytes:
                 return {}
-            self._report += chunk
-        line, _, self._report = self._report.partition(b"\n")
-        return json.loads(line)
+            self._report += status_bytes
+        report_line, _, self._report = self._report.partition(b"\n")
+        return json.loads(report_line)
 
     async def _until_ended(self, watch: Callable[[], Awaitable[str]]) -> None:
         async with trio.open_nursery() as nursery:
@@ -217,8 +225,8 @@ class BoxCommand:
                     # process.
                     self.cpu_s = cpu_seconds(self._pid)
                     _collect(self._tree)
-                while report := await self._next_report():
-                    self.exit_code = report.get("exit-code", self.exit_code)
+                while bwrap_report := await self._next_report():
+                    self.exit_code = bwrap_report.get("exit-code", self.exit_code)
                 self._over = True
             if not self._over:
                 raise SandboxError(f"a killed box is not gone after {_REAP_S} s; the host is in trouble")

@@ -107,13 +107,13 @@ _SOCKET_LEVEL, _SOCKET_BUFFERS, _ZERO_COPY = 1, (7, 8), 60  # SOL_SOCKET; SO_SND
 def _socket_options() -> Iterator[tuple[int | None, list[tuple[int, int, int]]]]:
     """The rules of setsockopt: the error (None allows; 0 does nothing, and says that it was done, as the kernel bounds
     these sizes unasked, too), and conditions (argument, mask, value). SO_ZEROCOPY, which pins pages, is refused."""
-    level = (1, 0xFFFFFFFF, _SOCKET_LEVEL)
-    for pair in all_but((_SOCKET_LEVEL,)):
-        yield None, [(1, *pair)]
-    for pair in all_but((*_SOCKET_BUFFERS, _ZERO_COPY)):
-        yield None, [level, (2, *pair)]
-    for option in _SOCKET_BUFFERS:
-        yield 0, [level, (2, 0xFFFFFFFF, option)]
+    socket_condition = (1, 0xFFFFFFFF, _SOCKET_LEVEL)
+    for mask_and_value in all_but((_SOCKET_LEVEL,)):
+        yield None, [(1, *mask_and_value)]
+    for mask_and_value in all_but((*_SOCKET_BUFFERS, _ZERO_COPY)):
+        yield None, [socket_condition, (2, *mask_and_value)]
+    for buffer_option in _SOCKET_BUFFERS:
+        yield 0, [socket_condition, (2, 0xFFFFFFFF, buffer_option)]
 
 
 def program(kind: str = "seccomp") -> bytes:
@@ -124,10 +124,10 @@ def program(kind: str = "seccomp") -> bytes:
 
 def shipped(machine: str, kind: str = "seccomp") -> bytes:
     """The compiled filter that lies beside this file."""
-    path = _path(machine, kind)
-    if not path.is_file():
+    filter_path = _path(machine, kind)
+    if not filter_path.is_file():
         raise SandboxUnavailable(f"no system call filter for {machine!r}; there is one for {', '.join(MACHINES)}")
-    return path.read_bytes()
+    return filter_path.read_bytes()
 
 
 # Why the filter lists what is allowed, and why a forbidden call gets an error.
@@ -154,40 +154,43 @@ def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> No
     Needs libseccomp and its Python binding."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
-    rules, arch = _filter(machine, pyseccomp.ERRNO(errno.ENOSYS))
+    filter_rules, architecture = _filter(machine, pyseccomp.ERRNO(errno.ENOSYS))
 
     def add(action: int, names: str, *conditions: pyseccomp.Arg) -> None:
-        for name in names.split():
+        for call_name in names.split():
             # The lists are for two instruction sets, and older calls (open, stat, fork) exist on one of them only.
-            if pyseccomp.resolve_syscall(arch, name) >= 0:
-                rules.add_rule(action, name, *conditions)
+            if pyseccomp.resolve_syscall(architecture, call_name) >= 0:
+                filter_rules.add_rule(action, call_name, *conditions)
 
-    masked = pyseccomp.MASKED_EQ
-    ruled = {"setsockopt"} if counted else {"setsockopt", "fcntl", *_UNCOUNTED, *_SMALL_IPC}
-    for names in (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM):
-        add(pyseccomp.ALLOW, " ".join(name for name in names.split() if name not in ruled))
-    for error, conditions in _socket_options():
-        action = pyseccomp.ALLOW if error is None else pyseccomp.ERRNO(error)
+    masked_equal = pyseccomp.MASKED_EQ
+    ruled_calls = {"setsockopt"} if counted else {"setsockopt", "fcntl", *_UNCOUNTED, *_SMALL_IPC}
+    for call_names in (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM):
+        add(pyseccomp.ALLOW, " ".join(call_name for call_name in call_names.split() if call_name not in ruled_calls))
+    for error_number, conditions in _socket_options():
+        filter_action = pyseccomp.ALLOW if error_number is None else pyseccomp.ERRNO(error_number)
         add(
-            action,
+            filter_action,
             "setsockopt",
-            *(pyseccomp.Arg(position, masked, mask, value) for position, mask, value in conditions),
+            *(
+                pyseccomp.Arg(position, masked_equal, match_mask, match_value)
+                for position, match_mask, match_value in conditions
+            ),
         )
     if not counted:
-        for name, end in _SMALL_IPC.items():
-            add(pyseccomp.ALLOW, name, pyseccomp.Arg(1, masked, 2**64 - end, 0))
-        for mask, value in all_but((_SET_PIPE_SIZE,)):
-            add(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, masked, mask, value))
-        add(pyseccomp.ERRNO(errno.EPERM), "fcntl", pyseccomp.Arg(1, masked, 0xFFFFFFFF, _SET_PIPE_SIZE))
+        for call_name, upper_bound in _SMALL_IPC.items():
+            add(pyseccomp.ALLOW, call_name, pyseccomp.Arg(1, masked_equal, 2**64 - upper_bound, 0))
+        for match_mask, match_value in all_but((_SET_PIPE_SIZE,)):
+            add(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, masked_equal, match_mask, match_value))
+        add(pyseccomp.ERRNO(errno.EPERM), "fcntl", pyseccomp.Arg(1, masked_equal, 0xFFFFFFFF, _SET_PIPE_SIZE))
     add(pyseccomp.ERRNO(errno.EPERM), _REFUSED)
     add(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
-    for family in _FAMILIES:
-        add(pyseccomp.ALLOW, "socket", pyseccomp.Arg(0, pyseccomp.EQ, int(family)))
-    for persona in _PERSONALITIES:
-        add(pyseccomp.ALLOW, "personality", pyseccomp.Arg(0, pyseccomp.EQ, persona))
-    for mask, value in all_but(_REFUSED_IOCTLS):
-        add(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, mask, value))
-    rules.export_bpf(file)
+    for socket_family in _FAMILIES:
+        add(pyseccomp.ALLOW, "socket", pyseccomp.Arg(0, pyseccomp.EQ, int(socket_family)))
+    for personality in _PERSONALITIES:
+        add(pyseccomp.ALLOW, "personality", pyseccomp.Arg(0, pyseccomp.EQ, personality))
+    for match_mask, match_value in all_but(_REFUSED_IOCTLS):
+        add(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, match_mask, match_value))
+    filter_rules.export_bpf(file)
 
 
 def compile_computing(machine: str, file: IO[bytes]) -> None:
@@ -195,22 +198,22 @@ def compile_computing(machine: str, file: IO[bytes]) -> None:
     binding."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
-    rules, _ = _filter(machine, pyseccomp.TRAP)  # not KILL, which the kernel writes to its log each time
-    for name in _COMPUTING.split():
-        rules.add_rule(pyseccomp.ALLOW, name)
-    rules.export_bpf(file)
+    filter_rules, _ = _filter(machine, pyseccomp.TRAP)  # not KILL, which the kernel writes to its log each time
+    for call_name in _COMPUTING.split():
+        filter_rules.add_rule(pyseccomp.ALLOW, call_name)
+    filter_rules.export_bpf(file)
 
 
 def _filter(machine: str, otherwise: int) -> tuple[Any, int]:
     """A filter without rules for one instruction set, and libseccomp's number of that."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
-    arch = {"x86_64": pyseccomp.Arch.X86_64, "aarch64": pyseccomp.Arch.AARCH64}[machine]
-    rules = pyseccomp.SyscallFilter(otherwise)
-    if arch != pyseccomp.system_arch():
-        rules.add_arch(arch)
-        rules.remove_arch(pyseccomp.system_arch())
-    return rules, arch
+    architecture = {"x86_64": pyseccomp.Arch.X86_64, "aarch64": pyseccomp.Arch.AARCH64}[machine]
+    filter_rules = pyseccomp.SyscallFilter(otherwise)
+    if architecture != pyseccomp.system_arch():
+        filter_rules.add_arch(architecture)
+        filter_rules.remove_arch(pyseccomp.system_arch())
+    return filter_rules, architecture
 
 
 def docker_profile() -> str:
@@ -220,29 +223,51 @@ def docker_profile() -> str:
     Engines older than the field `defaultErrnoRet` answer EPERM to calls that are not on the list."""
 
     def rule(names: str, action: str, *conditions: tuple[int, str, int, int], error: int | None = None) -> object:
-        arguments = [{"index": i, "op": op, "value": a, "valueTwo": b} for i, op, a, b in conditions]
-        fields = {"names": names.split(), "action": action, "args": arguments}
-        return fields if error is None else {**fields, "errnoRet": error}
+        arguments = [
+            {"index": argument_index, "op": comparison, "value": first_value, "valueTwo": second_value}
+            for argument_index, comparison, first_value, second_value in conditions
+        ]
+        rule_fields = {"names": names.split(), "action": action, "args": arguments}
+        return rule_fields if error is None else {**rule_fields, "errnoRet": error}
 
-    allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
-    lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
-    ruled = {"setsockopt", *(name for names, _, _ in _STOPS for name in names.split())}
-    allowed = [name for name in " ".join(lists).split() if name not in ruled]
-    rules = [rule(" ".join(allowed), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
-    for names, index, stop in _STOPS:
-        rules += [rule(names, allow, (index, masked, mask, value)) for mask, value in all_but((stop,))]
-        rules.append(rule(names, "SCMP_ACT_ERRNO", (index, masked, 0xFFFFFFFF, stop), error=errno.EPERM))
-    for error, conditions in _socket_options():
-        filters = [(position, masked, mask, value) for position, mask, value in conditions]
-        rules.append(rule("setsockopt", allow if error is None else "SCMP_ACT_ERRNO", *filters, error=error))
-    rules += [
-        rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
+    allow, masked_equal = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
+    call_lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
+    ruled_calls = {"setsockopt", *(call_name for call_names, _, _ in _STOPS for call_name in call_names.split())}
+    allowed_calls = [call_name for call_name in " ".join(call_lists).split() if call_name not in ruled_calls]
+    profile_rules = [rule(" ".join(allowed_calls), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
+    for call_names, argument_index, stopped_value in _STOPS:
+        profile_rules += [
+            rule(call_names, allow, (argument_index, masked_equal, match_mask, match_value))
+            for match_mask, match_value in all_but((stopped_value,))
+        ]
+        profile_rules.append(
+            rule(
+                call_names,
+                "SCMP_ACT_ERRNO",
+                (argument_index, masked_equal, 0xFFFFFFFF, stopped_value),
+                error=errno.EPERM,
+            )
+        )
+    for error_number, conditions in _socket_options():
+        rule_conditions = [
+            (position, masked_equal, match_mask, match_value) for position, match_mask, match_value in conditions
+        ]
+        profile_rules.append(
+            rule(
+                "setsockopt", allow if error_number is None else "SCMP_ACT_ERRNO", *rule_conditions, error=error_number
+            )
+        )
+    profile_rules += [
+        rule("clone", allow, (0, masked_equal, _NEW_NAMESPACES, 0)),
         rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),
     ]
-    rules += [rule("socket", allow, (0, "SCMP_CMP_EQ", int(family), 0)) for family in _FAMILIES]
-    rules += [rule("personality", allow, (0, "SCMP_CMP_EQ", persona, 0)) for persona in _PERSONALITIES]
-    rules += [rule("ioctl", allow, (1, masked, mask, value)) for mask, value in all_but(_REFUSED_IOCTLS)]
-    profile = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": errno.ENOSYS, "syscalls": rules}
+    profile_rules += [rule("socket", allow, (0, "SCMP_CMP_EQ", int(socket_family), 0)) for socket_family in _FAMILIES]
+    profile_rules += [rule("personality", allow, (0, "SCMP_CMP_EQ", personality, 0)) for personality in _PERSONALITIES]
+    profile_rules += [
+        rule("ioctl", allow, (1, masked_equal, match_mask, match_value))
+        for match_mask, match_value in all_but(_REFUSED_IOCTLS)
+    ]
+    profile = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": errno.ENOSYS, "syscalls": profile_rules}
     return json.dumps(profile)
 
 
@@ -251,14 +276,19 @@ def all_but(refused: tuple[int, ...], bits: int = 32) -> list[tuple[int, int]]:
 
     The kernel looks at the low word only, libseccomp compares all 64 bits: `!=` could be passed by setting a high bit.
     So the complement is spelled out: at each bit, the branches of the binary tree that hold no refused number."""
-    pairs: list[tuple[int, int]] = []
+    masks_and_values: list[tuple[int, int]] = []
     prefixes = {0}
     for bit in reversed(range(bits)):
-        mask = ((1 << bits) - 1) >> bit << bit
-        inside = {number & mask for number in refused}
-        pairs += [(mask, p | b << bit) for p in sorted(prefixes) for b in (0, 1) if p | b << bit not in inside]
-        prefixes = inside
-    return pairs
+        prefix_mask = ((1 << bits) - 1) >> bit << bit
+        refused_prefixes = {refused_number & prefix_mask for refused_number in refused}
+        masks_and_values += [
+            (prefix_mask, prefix | branch << bit)
+            for prefix in sorted(prefixes)
+            for branch in (0, 1)
+            if prefix | branch << bit not in refused_prefixes
+        ]
+        prefixes = refused_prefixes
+    return masks_and_values
 
 
 def _path(machine: str, kind: str) -> Path:

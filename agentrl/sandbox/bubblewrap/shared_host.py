@@ -51,32 +51,35 @@ class Enclosure:
     def __init__(self, mountpoint: Path, *, options: str, overlay: str = "") -> None:
         """Mount over the empty folder `mountpoint`, with `overlay` (a mount option) in its folder `usr` where that can
         be. Raises OSError where this user may not."""
-        tools = [shutil.which(name) for name in ("unshare", "nsenter", "mount")]
-        if None in tools:
+        tool_paths = [shutil.which(tool_name) for tool_name in ("unshare", "nsenter", "mount")]
+        if None in tool_paths:
             raise OSError("util-linux is not installed")
-        self._nsenter = str(tools[1])
+        self._nsenter = str(tool_paths[1])
         self.mountpoint = mountpoint
         self._fds: list[int] = []
-        argv = [str(tools[0]), "--user", "--map-root-user", "--mount", "--propagation", "private"]
-        argv += ["sh", "-c", _MOUNT, "sh", options, str(mountpoint), overlay]
-        maker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        unshare_arguments = [str(tool_paths[0]), "--user", "--map-root-user", "--mount", "--propagation", "private"]
+        unshare_arguments += ["sh", "-c", _MOUNT, "sh", options, str(mountpoint), overlay]
+        mount_process = subprocess.Popen(
+            unshare_arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         try:
-            assert maker.stdout
-            if not connection.wait([maker.stdout.fileno()], _START_S) or maker.stdout.readline() != b"ready\n":
-                maker.kill()
-                _, words = maker.communicate()
-                raise OSError(words.decode(errors="replace").strip() or "no namespace of one's own")
-            proc = f"/proc/{maker.pid}"
+            assert mount_process.stdout
+            has_answered = connection.wait([mount_process.stdout.fileno()], _START_S)
+            if not has_answered or mount_process.stdout.readline() != b"ready\n":
+                mount_process.kill()
+                _, error_output = mount_process.communicate()
+                raise OSError(error_output.decode(errors="replace").strip() or "no namespace of one's own")
+            proc_folder = f"/proc/{mount_process.pid}"
             # The descriptors are taken while the maker waits, and keep the namespaces after it is killed. A process
             # that stays in there for the box's lifetime would be one more thing to end, for each box.
-            for name in (f"{proc}/ns/user", f"{proc}/ns/mnt", f"{proc}/root{mountpoint}"):
-                self._fds.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
+            for kept_path in (f"{proc_folder}/ns/user", f"{proc_folder}/ns/mnt", f"{proc_folder}/root{mountpoint}"):
+                self._fds.append(os.open(kept_path, os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
             self.close()
             raise
         finally:
-            maker.kill()
-            maker.communicate()
+            mount_process.kill()
+            mount_process.communicate()
 
     @property
     def root(self) -> Path:
@@ -86,14 +89,14 @@ class Enclosure:
     def entrance(self) -> list[str]:
         """The words before a command that run it inside. They name our descriptors by our process id: were they
         inherited, the command inside would hold them too."""
-        user, mount, _ = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
-        return [self._nsenter, f"--user={user}", f"--mount={mount}", "--preserve-credentials", "--"]
+        user_namespace, mount_namespace, _ = (f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in self._fds)
+        return [self._nsenter, f"--user={user_namespace}", f"--mount={mount_namespace}", "--preserve-credentials", "--"]
 
     def close(self) -> None:
         """Let go: the kernel frees the file system when no command is left in it. Idempotent."""
-        for fd in self._fds:
+        for descriptor in self._fds:
             with contextlib.suppress(OSError):
-                os.close(fd)
+                os.close(descriptor)
         self._fds = []
 
 
@@ -105,50 +108,76 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 def hidden(usr: Path = USR, packages: Iterable[Path] | None = None) -> list[Path]:
     """The paths below `usr` that no box sees."""
     candidates = [usr / "src"]
-    local, interpreter = usr / "local", _interpreter(usr)
-    if not interpreter:
+    local_folder, interpreter_paths = usr / "local", _interpreter(usr)
+    if not interpreter_paths:
         # What an operator has put into /usr/local differs from machine to machine, and may hold what a task asks for.
-        candidates.append(local)
+        candidates.append(local_folder)
     else:
-        folders = {folder for path in interpreter for folder in path.parents if folder.is_relative_to(local)}
+        interpreter_parents = {
+            parent_folder
+            for interpreter_path in interpreter_paths
+            for parent_folder in interpreter_path.parents
+            if parent_folder.is_relative_to(local_folder)
+        }
         candidates += [
-            each for folder in folders for each in folder.iterdir() if each not in interpreter and each not in folders
+            local_entry
+            for parent_folder in interpreter_parents
+            for local_entry in parent_folder.iterdir()
+            if local_entry not in interpreter_paths and local_entry not in interpreter_parents
         ]
-        candidates += [path / name for path in interpreter for name in ("site-packages", "dist-packages")]
-    candidates += [path for path in (_packages() if packages is None else packages) if path.is_relative_to(usr)]
-    present = sorted(path for path in candidates if path.exists())
+        candidates += [
+            interpreter_path / package_folder
+            for interpreter_path in interpreter_paths
+            for package_folder in ("site-packages", "dist-packages")
+        ]
+    candidates += [
+        candidate for candidate in (_packages() if packages is None else packages) if candidate.is_relative_to(usr)
+    ]
+    existing_paths = sorted(candidate for candidate in candidates if candidate.exists())
     # What lies below a hidden folder is hidden already, and cannot be mounted over any more once that folder is empty.
-    return [path for path in present if not any(other in present for other in path.parents)]
+    return [
+        candidate
+        for candidate in existing_paths
+        if not any(other_path in existing_paths for other_path in candidate.parents)
+    ]
 
 
 def _interpreter(usr: Path) -> set[Path]:
     """The paths below `usr/local` that `python3` needs, if that is where it is."""
     binaries = usr / "local" / "bin"
-    program = (binaries / "python3").resolve()
-    if not program.is_file() or not program.is_relative_to(usr / "local"):
+    python_program = (binaries / "python3").resolve()
+    if not python_program.is_file() or not python_program.is_relative_to(usr / "local"):
         return set()
-    library = usr / "local" / "lib"
-    names = [binaries / name for name in ("python", "python3", program.name)]
-    return {program, *(name for name in names if name.exists()), library / program.name, *library.glob("libpython3*")}
+    library_folder = usr / "local" / "lib"
+    binary_paths = [binaries / binary_name for binary_name in ("python", "python3", python_program.name)]
+    return {
+        python_program,
+        *(binary_path for binary_path in binary_paths if binary_path.exists()),
+        library_folder / python_program.name,
+        *library_folder.glob("libpython3*"),
+    }
 
 
 def _packages() -> list[Path]:
     """Folders in which agentrl, and the packages that offer environments or tools, are installed."""
-    names = {"agentrl"}
-    for group in _GROUPS:
-        names |= {
-            each.value.partition(":")[0].partition(".")[0] for each in importlib.metadata.entry_points(group=group)
+    package_names = {"agentrl"}
+    for entry_group in _GROUPS:
+        package_names |= {
+            entry_point.value.partition(":")[0].partition(".")[0]
+            for entry_point in importlib.metadata.entry_points(group=entry_group)
         }
-    folders: list[Path] = []
-    for name in names:
+    package_folders: list[Path] = []
+    for package_name in package_names:
         try:
-            spec = importlib.util.find_spec(name)
+            package_spec = importlib.util.find_spec(package_name)
         # A broken package of somebody else's, or a `__main__` without a spec: nothing that a box could read.
         except (ImportError, ValueError):
             continue
-        if spec is not None:
-            folders += map(Path, spec.submodule_search_locations or [spec.origin or "/nonexistent"])
-    return folders
+        if package_spec is not None:
+            package_folders += map(
+                Path, package_spec.submodule_search_locations or [package_spec.origin or "/nonexistent"]
+            )
+    return package_folders
 
 
 class Overlay:
@@ -156,16 +185,16 @@ class Overlay:
 
     def __init__(self, mask: Path, without: Iterable[Path], usr: Path = USR) -> None:
         # These signs divide the options of an overlay, and the escapes for them differ between kernels.
-        self.lower = "" if any(sign in str(mask) for sign in ":,\\") else f"lowerdir={mask}:{usr}"
+        self.lower = "" if any(option_sign in str(mask) for option_sign in ":,\\") else f"lowerdir={mask}:{usr}"
         try:
             mask.mkdir(mode=0o755)
-            for path in without:
-                target = mask / path.relative_to(usr)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.mknod(target, stat.S_IFCHR)  # what hides a name in an overlay; it takes no rights to make
-            for folder in mask.rglob("*/"):
+            for hidden_path in without:
+                mask_entry = mask / hidden_path.relative_to(usr)
+                mask_entry.parent.mkdir(parents=True, exist_ok=True)
+                os.mknod(mask_entry, stat.S_IFCHR)  # what hides a name in an overlay; it takes no rights to make
+            for mask_folder in mask.rglob("*/"):
                 # The umask of this process may be stricter than the box's user needs.
-                folder.chmod(0o755)
+                mask_folder.chmod(0o755)
         except OSError:
             self.lower = ""
 
@@ -173,9 +202,9 @@ class Overlay:
         """Mount it over an empty folder, as root; whether that is possible here."""
         if not self.lower:
             return False
-        libc = ctypes.CDLL(None, use_errno=True)
-        flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
-        return libc.mount(b"agentrl-usr", bytes(target), b"overlay", flags, self.lower.encode()) == 0
+        c_library = ctypes.CDLL(None, use_errno=True)
+        mount_flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+        return c_library.mount(b"agentrl-usr", bytes(target), b"overlay", mount_flags, self.lower.encode()) == 0
 
 
 _LIMITER = "usr/bin/prlimit"
@@ -224,17 +253,17 @@ class BoxPlace:
 
     def usage(self) -> float:
         """Bytes on disk; endless where that cannot be measured."""
-        used = usage(self.work, self.tmp, self.shm)
-        if used == math.inf:
+        used_bytes = usage(self.work, self.tmp, self.shm)
+        if used_bytes == math.inf:
             # A command may take away the read permission of its own folders. What cannot be measured would otherwise
             # have no bound at all.
             make_readable(self.work, self.tmp, self.shm)
-            used = usage(self.work, self.tmp, self.shm)
-        return used
+            used_bytes = usage(self.work, self.tmp, self.shm)
+        return used_bytes
 
     def clear_tmp(self) -> None:
-        for entry in (*self.tmp.iterdir(), *self.shm.iterdir()):
-            remove_tree(entry)
+        for temporary_entry in (*self.tmp.iterdir(), *self.shm.iterdir()):
+            remove_tree(temporary_entry)
 
     def close(self) -> None:
         if self.enclosure is not None:
@@ -249,13 +278,13 @@ class Host:
 
     def __init__(self, readonly: Mapping[str, str], want_groups: bool | None) -> None:
         """Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
-        program = shutil.which("bwrap")
+        bwrap_path = shutil.which("bwrap")
         if not is_linux():
-            hint = "give sandbox = 'docker', or 'local-unsafe' at your own risk"
-            raise SandboxUnavailable(f"bubblewrap needs Linux: {hint}")
-        if program is None:
+            correction = "give sandbox = 'docker', or 'local-unsafe' at your own risk"
+            raise SandboxUnavailable(f"bubblewrap needs Linux: {correction}")
+        if bwrap_path is None:
             raise SandboxUnavailable("bubblewrap is not installed: apt-get install bubblewrap (or dnf, pacman, apk)")
-        self._bwrap = program
+        self._bwrap = bwrap_path
         self._setpriv = shutil.which("setpriv")
         self._readonly = dict(readonly)
         self.drops_user = os.geteuid() == 0 and _all_ids_mapped() and self._setpriv is not None
@@ -283,19 +312,19 @@ class Host:
 
     def place(self, limits: Limits) -> BoxPlace:
         """Make the folders and the control group of a new box. Raises SandboxError."""
-        name = f"box{next(self._count)}"
+        place_name = f"box{next(self._count)}"
         try:
-            place = self._folders(name, limits)
-        except OSError as error:
-            raise SandboxError(f"cannot make the folders of a box: {error}") from error
+            box_place = self._folders(place_name, limits)
+        except OSError as host_error:
+            raise SandboxError(f"cannot make the folders of a box: {host_error}") from host_error
         try:
             if self._groups is not None:
-                files = limits.disk_bytes if place.bounded else 0
-                place.group = self._groups.group(name, limits, extra_memory=files)
-        except OSError as error:
-            place.close()
-            raise SandboxError(f"cannot make the control group of a box: {error}") from error
-        return place
+                file_bytes = limits.disk_bytes if box_place.bounded else 0
+                box_place.group = self._groups.group(place_name, limits, extra_memory=file_bytes)
+        except OSError as host_error:
+            box_place.close()
+            raise SandboxError(f"cannot make the control group of a box: {host_error}") from host_error
+        return box_place
 
     # Why the files of a box lie in memory.
     #
@@ -321,75 +350,79 @@ class Host:
     # the attacks that `tests/sandbox/test_bubblewrap.py` runs.
     def _folders(self, name: str, limits: Limits) -> BoxPlace:
         """A file system of bounded size: mounted as root, else in a namespace; else a plain folder to be measured."""
-        options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
-        target = self.folder.path / name
-        target.mkdir(mode=0o711)
-        owner = os.geteuid(), os.getegid()
+        mount_options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
+        place_path = self.folder.path / name
+        place_path.mkdir(mode=0o711)
+        box_owner = os.geteuid(), os.getegid()
         if self.drops_user:
             # A user id for each box, since the kernel counts processes and watches on files by user: with a common id,
             # one box could use up what another one may have. The start is random, so that two backends rarely meet.
-            uid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
-            owner = uid, uid
-        place = BoxPlace(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
+            box_user_id = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
+            box_owner = box_user_id, box_user_id
+        box_place = BoxPlace(root=place_path, mountpoint=place_path, folder=self.folder, owner=box_owner, bounded=True)
         try:
-            if os.geteuid() == 0 and self.folder.mount_tmpfs(target, f"{options},uid={owner[0]},gid={owner[1]}"):
-                for folder in (place.work, place.tmp, place.shm):
-                    folder.mkdir(mode=0o755)
-                    os.chown(folder, *owner)
-                place.usr.mkdir()
-                if not self._overlay.mount(place.usr):
-                    place.usr.rmdir()
-                return place
+            if os.geteuid() == 0 and self.folder.mount_tmpfs(
+                place_path, f"{mount_options},uid={box_owner[0]},gid={box_owner[1]}"
+            ):
+                for box_folder in (box_place.work, box_place.tmp, box_place.shm):
+                    box_folder.mkdir(mode=0o755)
+                    os.chown(box_folder, *box_owner)
+                box_place.usr.mkdir()
+                if not self._overlay.mount(box_place.usr):
+                    box_place.usr.rmdir()
+                return box_place
             if self._encloses:
                 try:
-                    place.enclosure = Enclosure(target, options=options, overlay=self._overlay.lower)
-                    place.root = place.enclosure.root
-                    return place
+                    box_place.enclosure = Enclosure(place_path, options=mount_options, overlay=self._overlay.lower)
+                    box_place.root = box_place.enclosure.root
+                    return box_place
                 except OSError:
                     self._encloses = False  # not allowed here; do not try again
-            place.bounded = False
-            for folder in (place.work, place.tmp, place.shm):
-                folder.mkdir(mode=0o755)
-            return place
+            box_place.bounded = False
+            for box_folder in (box_place.work, box_place.tmp, box_place.shm):
+                box_folder.mkdir(mode=0o755)
+            return box_place
         except BaseException:
-            place.close()
+            box_place.close()
             raise
 
     def bwrap(self, spec: SandboxSpec, place: BoxPlace) -> list[bytes]:
         """The bwrap command of a box, up to what differs from one of its commands to the next."""
-        argv: list[str] = place.enclosure.entrance if place.enclosure else []
+        arguments: list[str] = place.enclosure.entrance if place.enclosure else []
         if self.drops_user:
-            uid, gid = place.owner
-            argv += [str(self._setpriv), f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
-        argv += [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+            user_id, group_id = place.owner
+            arguments += [str(self._setpriv), f"--reuid={user_id}", f"--regid={group_id}", "--clear-groups", "--"]
+        arguments += [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         # `--disable-userns` because a namespace of its own would give a command capabilities in it, and with them much
         # more of the kernel to attack. `--new-session` because a command with our terminal could type into it.
-        argv += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
-        argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
-        inside = place.mountpoint
-        argv += self._root_of(spec.image, inside / "usr" if place.usr.is_dir() else None)
-        for path in spec.covered:
-            if spec.image is not None and Path(spec.image, path.lstrip("/")).is_dir():
-                argv += ["--ro-bind", str(self._nothing), path]
-        argv += ["--proc", "/proc", "--dev", "/dev"]
-        for folder, target in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("work", WORKSPACE)):
-            argv += ["--bind", str(inside / folder), target]  # one file system, whose bytes and files are bounded
-        for source, target in self._readonly.items():
-            argv += ["--ro-bind", source, target]
+        arguments += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL"]
+        arguments += ["--die-with-parent", "--new-session"]
+        arguments += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
+        mountpoint = place.mountpoint
+        arguments += self._root_of(spec.image, mountpoint / "usr" if place.usr.is_dir() else None)
+        for shown_path in spec.covered:
+            if spec.image is not None and Path(spec.image, shown_path.lstrip("/")).is_dir():
+                arguments += ["--ro-bind", str(self._nothing), shown_path]
+        arguments += ["--proc", "/proc", "--dev", "/dev"]
+        for folder_name, target_path in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("work", WORKSPACE)):
+            # One file system, whose bytes and files are bounded.
+            arguments += ["--bind", str(mountpoint / folder_name), target_path]
+        for source_path, target_path in self._readonly.items():
+            arguments += ["--ro-bind", source_path, target_path]
         # Only what names and certificates need: the rest of /etc names the host's accounts, mounts and services.
         if spec.network:
-            for path in ("/etc/resolv.conf", "/etc/ssl/certs"):
-                argv += ["--ro-bind-try", path, path]
+            for shown_path in ("/etc/resolv.conf", "/etc/ssl/certs"):
+                arguments += ["--ro-bind-try", shown_path, shown_path]
         else:
-            argv += ["--unshare-net"]
+            arguments += ["--unshare-net"]
         # Last, as bwrap creates the mount points of everything above on this root. Both are tmpfs without a bound of
         # their own: left writable, they would be memory that no limit counts where there is no control group.
-        argv += ["--remount-ro", "/dev", "--remount-ro", "/"]
-        return [os.fsencode(argument) for argument in argv]
+        arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        return [os.fsencode(argument) for argument in arguments]
 
     def limited(self, limits: Limits, *, as_group: bool) -> list[bytes]:
         """The words before the command: `prlimit` with the bounds of each process."""
-        bounds = {
+        process_limits = {
             "cpu": math.ceil(limits.cpu_s),
             "nproc": limits.pids,
             "nofile": limits.open_files,
@@ -399,8 +432,12 @@ class Host:
         if not as_group:
             # Only without a group: an address space is often much larger than the memory that is used (a runtime
             # reserves gigabytes and touches a few), so with this bound some programs fail that would fit.
-            bounds["as"] = limits.memory_bytes
-        return [f"/{_LIMITER}".encode(), *(f"--{name}={value}".encode() for name, value in bounds.items()), b"--"]
+            process_limits["as"] = limits.memory_bytes
+        return [
+            f"/{_LIMITER}".encode(),
+            *(f"--{limit_name}={limit_value}".encode() for limit_name, limit_value in process_limits.items()),
+            b"--",
+        ]
 
     @property
     def filter_file(self) -> Path:
@@ -413,31 +450,33 @@ class Host:
     def _root_of(self, image: str | None, usr: Path | None) -> list[str]:
         """Return the bwrap arguments that make up `/`: of the host only /usr, libraries and a made-up /etc; of an image
         all but the volatile. `usr` is the box's own overlay of the host's."""
-        root = Path("/") if image is None else Path(image)
-        if not (root / _LIMITER).exists():
-            raise SandboxUnavailable(f"{root / _LIMITER} is missing: the root file system needs util-linux")
-        argv: list[str] = []
-        for entry in sorted(root.iterdir()):
-            if image is None and entry.name not in _SHOWN_OF_HOST:
+        root_folder = Path("/") if image is None else Path(image)
+        if not (root_folder / _LIMITER).exists():
+            raise SandboxUnavailable(f"{root_folder / _LIMITER} is missing: the root file system needs util-linux")
+        arguments: list[str] = []
+        for root_entry in sorted(root_folder.iterdir()):
+            if image is None and root_entry.name not in _SHOWN_OF_HOST:
                 continue
-            if entry.name in _NOT_SHOWN or (image is not None and entry.name == "etc" and not entry.is_dir()):
+            if root_entry.name in _NOT_SHOWN or (
+                image is not None and root_entry.name == "etc" and not root_entry.is_dir()
+            ):
                 continue
-            if image is None and entry == USR:
-                argv += ["--ro-bind", str(usr), "/usr"] if usr else self._plain_usr()
-            elif entry.is_symlink():
-                argv += ["--symlink", str(entry.readlink()), f"/{entry.name}"]
+            if image is None and root_entry == USR:
+                arguments += ["--ro-bind", str(usr), "/usr"] if usr else self._plain_usr()
+            elif root_entry.is_symlink():
+                arguments += ["--symlink", str(root_entry.readlink()), f"/{root_entry.name}"]
             else:
-                argv += ["--ro-bind", str(entry), f"/{entry.name}"]
+                arguments += ["--ro-bind", str(root_entry), f"/{root_entry.name}"]
         if image is None:
-            argv += ["--ro-bind", str(self._etc), "/etc"]
-        return argv
+            arguments += ["--ro-bind", str(self._etc), "/etc"]
+        return arguments
 
     def _plain_usr(self) -> list[str]:
         """/usr where no overlay can be mounted: what is hidden lies below an empty folder."""
-        argv = ["--ro-bind", str(USR), "/usr"]
-        for path in self._hidden:
-            argv += ["--ro-bind", str(self._nothing) if path.is_dir() else "/dev/null", str(path)]
-        return argv
+        arguments = ["--ro-bind", str(USR), "/usr"]
+        for hidden_path in self._hidden:
+            arguments += ["--ro-bind", str(self._nothing) if hidden_path.is_dir() else "/dev/null", str(hidden_path)]
+        return arguments
 
 
 def _control_groups(name: str, required: bool | None) -> ControlGroups | None:
@@ -445,20 +484,20 @@ def _control_groups(name: str, required: bool | None) -> ControlGroups | None:
         return None
     try:
         return ControlGroups(name)
-    except OSError as error:
+    except OSError as group_error:
         if required:
-            raise SandboxUnavailable(f"control groups cannot be made here: {error}") from error
+            raise SandboxUnavailable(f"control groups cannot be made here: {group_error}") from group_error
         return None
 
 
 def _all_ids_mapped() -> bool:
     """Whether this is the host's own root, or a container's with ids enough to give each box one."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/uid_map").read_text().splitlines():
-            inside, _, count = map(int, line.split())
+        for map_line in Path("/proc/self/uid_map").read_text().splitlines():
+            first_id, _, id_count = map(int, map_line.split())
             # A container's root often has 65,536 ids. A `setpriv` to an id beyond them fails, so such a root keeps its
             # own user.
-            if inside <= _FIRST_UID and inside + count >= _FIRST_UID + _UIDS:
+            if first_id <= _FIRST_UID and first_id + id_count >= _FIRST_UID + _UIDS:
                 return True
     return False
 
@@ -466,21 +505,21 @@ def _all_ids_mapped() -> bool:
 def _make_etc(folder: Path) -> None:
     """An /etc that says nothing about the host: accounts, the linker's cache, Debian's alternatives."""
     folder.mkdir()
-    for name, text in {
+    for file_name, file_text in {
         "passwd": _ACCOUNTS,
         "group": _GROUP_FILE,
         "hosts": "127.0.0.1 localhost box\n::1 localhost\n",
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         "resolv.conf": "",  # mount points where the network is open
     }.items():
-        (folder / name).write_text(text)
+        (folder / file_name).write_text(file_text)
     (folder / "ssl" / "certs").mkdir(parents=True)
-    cache = Path("/etc/ld.so.cache")
-    if cache.exists():
-        shutil.copyfile(cache, folder / cache.name)
+    linker_cache = Path("/etc/ld.so.cache")
+    if linker_cache.exists():
+        shutil.copyfile(linker_cache, folder / linker_cache.name)
     alternatives = Path("/etc/alternatives")
     if alternatives.is_dir():
         shutil.copytree(alternatives, folder / alternatives.name, symlinks=True)
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() else 0o644)
+    for etc_path in (folder, *folder.rglob("*")):
+        if not etc_path.is_symlink():
+            etc_path.chmod(0o755 if etc_path.is_dir() else 0o644)

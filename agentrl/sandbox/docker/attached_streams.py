@@ -31,41 +31,44 @@ async def hijack(
     Raises SandboxError if the engine refuses, SandboxLost if it does not answer."""
     try:
         with trio.fail_after(_ANSWER_S):
-            stream = await address.connect()
+            engine_stream = await address.connect()
             try:
-                rest = await _upgrade(stream, path, json.dumps(body).encode())
+                first_bytes = await _upgrade(engine_stream, path, json.dumps(body).encode())
             except BaseException:
                 with trio.CancelScope(shield=True):
-                    await stream.aclose()
+                    await engine_stream.aclose()
                 raise
-    except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
-        reason = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, trio.TooSlowError) else str(error)
-        raise SandboxLost(address.lost(reason)) from error
-    return AttachedStreams(stream, rest, output_bytes=output_bytes)
+    except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as stream_error:
+        reason = f"no answer in {_ANSWER_S:.0f} s" if isinstance(stream_error, trio.TooSlowError) else str(stream_error)
+        raise SandboxLost(address.lost(reason)) from stream_error
+    return AttachedStreams(engine_stream, first_bytes, output_bytes=output_bytes)
 
 
 async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes) -> bytes:
     """Ask for the connection; the bytes that came right after the answer."""
-    http = h11.Connection(h11.CLIENT)
+    http_connection = h11.Connection(h11.CLIENT)
     headers = {"Host": "docker", "Connection": "Upgrade", "Upgrade": "tcp", "Content-Type": "application/json"}
     headers["Content-Length"] = str(len(body))
-    request = h11.Request(method="POST", target=path, headers=list(headers.items()))
-    await stream.send_all(b"".join(filter(None, (http.send(e) for e in (request, h11.Data(body), h11.EndOfMessage())))))
-    refusal, words = 0, b""
+    upgrade_request = h11.Request(method="POST", target=path, headers=list(headers.items()))
+    http_events = (upgrade_request, h11.Data(body), h11.EndOfMessage())
+    await stream.send_all(b"".join(filter(None, map(http_connection.send, http_events))))
+    refusal_status, refusal_text = 0, b""
     while True:
-        event = http.next_event()
-        if event is h11.NEED_DATA:
-            http.receive_data(bytes(await stream.receive_some(_CHUNK)))
-        elif isinstance(event, h11.InformationalResponse) and event.status_code == 101:
+        next_event = http_connection.next_event()
+        if next_event is h11.NEED_DATA:
+            http_connection.receive_data(bytes(await stream.receive_some(_CHUNK)))
+        elif isinstance(next_event, h11.InformationalResponse) and next_event.status_code == 101:
             # The engine may send the first frames in the same packet as its headers. This is what the SDK's own sockets
             # lose, and the reason for speaking HTTP here.
-            return http.trailing_data[0]
-        elif isinstance(event, h11.Response):
-            refusal = event.status_code
-        elif isinstance(event, h11.Data):
-            words += event.data
+            return http_connection.trailing_data[0]
+        elif isinstance(next_event, h11.Response):
+            refusal_status = next_event.status_code
+        elif isinstance(next_event, h11.Data):
+            refusal_text += next_event.data
         else:
-            raise SandboxError(f"docker: {path} was refused ({refusal}): {words.decode(errors='replace').strip()}")
+            raise SandboxError(
+                f"docker: {path} was refused ({refusal_status}): {refusal_text.decode(errors='replace').strip()}"
+            )
 
 
 class AttachedStreams:
@@ -101,29 +104,29 @@ class AttachedStreams:
 
     async def drain(self) -> None:
         """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
-        waiting, self._received = bytearray(self._received), b""
-        missing_bytes, output = 0, self.stdout
+        unread_bytes, self._received = bytearray(self._received), b""
+        missing_bytes, frame_output = 0, self.stdout
         with self._until_broken():
             while True:
-                while len(waiting) >= (1 if missing_bytes else _HEADER):
+                while len(unread_bytes) >= (1 if missing_bytes else _HEADER):
                     if missing_bytes == 0:
-                        output = self.stderr if waiting[0] == 2 else self.stdout
-                        missing_bytes = int.from_bytes(waiting[4:_HEADER])
-                        del waiting[:_HEADER]
-                    part = waiting[:missing_bytes]
-                    output.add(part)
-                    missing_bytes -= len(part)
-                    del waiting[: len(part)]
-                self._in_frame = bool(missing_bytes or waiting)
+                        frame_output = self.stderr if unread_bytes[0] == 2 else self.stdout
+                        missing_bytes = int.from_bytes(unread_bytes[4:_HEADER])
+                        del unread_bytes[:_HEADER]
+                    frame_bytes = unread_bytes[:missing_bytes]
+                    frame_output.add(frame_bytes)
+                    missing_bytes -= len(frame_bytes)
+                    del unread_bytes[: len(frame_bytes)]
+                self._in_frame = bool(missing_bytes or unread_bytes)
                 self._tell()
-                if output.truncated:
+                if frame_output.truncated:
                     # Not stopped altogether: a command whose output nobody reads blocks for ever, and is then scored as
                     # one that hangs. Read without a pause, `yes` would take a processor of ours until its deadline.
                     await trio.sleep(_PAUSE_S)
-                chunk = await self._stream.receive_some(_CHUNK)
-                if not chunk:
+                new_bytes = await self._stream.receive_some(_CHUNK)
+                if not new_bytes:
                     break
-                waiting += chunk
+                unread_bytes += new_bytes
         self.ended.set()
         self.drained = not (self.broken or self._in_frame)
         self._tell()

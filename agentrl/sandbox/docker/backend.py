@@ -99,12 +99,12 @@ class Docker:
     async def create(self, spec: SandboxSpec | None = None) -> Container:
         """A new container. Raises SandboxUnavailable with what to do, SandboxError if the engine fails."""
         spec = spec or SandboxSpec()
-        image = spec.image or self._image
-        if image is None:
+        image_name = spec.image or self._image
+        if image_name is None:
             raise SandboxUnavailable("docker needs an image: Docker(image=...) or SandboxSpec(image=...)")
-        engine = await self._open()
-        engine.check(spec)
-        return await Container.open(engine, dataclasses.replace(spec, image=image), self._boxes)
+        docker_engine = await self._open()
+        docker_engine.check(spec)
+        return await Container.open(docker_engine, dataclasses.replace(spec, image=image_name), self._boxes)
 
     async def _open(self) -> DockerEngine:
         began_s = time.monotonic()
@@ -114,19 +114,19 @@ class Docker:
                     raise SandboxUnavailable(self._failure)
                 try:
                     self._engine = await DockerEngine.open(self._base_url, self._cert_path)
-                except SandboxError as error:
-                    self._failed_at, self._failure = time.monotonic(), str(error)
+                except SandboxError as open_error:
+                    self._failed_at, self._failure = time.monotonic(), str(open_error)
                     raise
             return self._engine
 
     async def aclose(self) -> None:
         """Remove all containers. Idempotent."""
         with trio.CancelScope(shield=True):
-            for box in list(self._boxes):
-                await box.close()
+            for open_box in list(self._boxes):
+                await open_box.close()
             if self._engine is not None:
-                engine, self._engine = self._engine, None
-                await engine.close()
+                docker_engine, self._engine = self._engine, None
+                await docker_engine.close()
 
 
 class DockerEngine:
@@ -139,9 +139,9 @@ class DockerEngine:
         self._threads = trio.CapacityLimiter(_THREADS)
         self._uids = itertools.count(secrets.randbelow(_UIDS))
         certificates = str(address.certificates.absolute()) if address.certificates else ""
-        api = f"/v{client.api.api_version}"
-        remover = [sys.executable, "-I", "-c", _REMOVER, address.url, certificates, api]
-        self.folder = OwnedFolder(prefer_memory=False, remover=remover)
+        api_path = f"/v{client.api.api_version}"
+        remover_command = [sys.executable, "-I", "-c", _REMOVER, address.url, certificates, api_path]
+        self.folder = OwnedFolder(prefer_memory=False, remover=remover_command)
         self.owner, self.host = self.folder.path.name, _host()
         self._counters: dict[str, Path | None] = {}
         self._lost_at = -math.inf
@@ -154,27 +154,33 @@ class DockerEngine:
         except ImportError:
             raise SandboxUnavailable(f"the docker SDK is not installed: {install_command('docker')}") from None
 
-        sdk = cast(Any, docker)
+        docker_sdk = cast(Any, docker)
 
         def connect() -> DockerEngine:
-            address = EngineAddress.find(base_url, cert_path)
-            options: dict[str, Any] = {"version": address.api_version(), "timeout": _CALL_S, "max_pool_size": _IDLE}
-            if folder := address.certificates:
-                client_cert = (str(folder / CERTIFICATE), str(folder / KEY))
-                options["tls"] = sdk.tls.TLSConfig(client_cert=client_cert, ca_cert=str(folder / CA), verify=True)
-            with boundary(SandboxUnavailable, f"no docker engine answers at {address.url}:"):
-                client = sdk.DockerClient(base_url=address.url, **options)
-                client.api.trust_env = False  # or REQUESTS_CA_BUNDLE would take the place of our CA
-                return cls(client, address)
+            engine_address = EngineAddress.find(base_url, cert_path)
+            client_options: dict[str, Any] = {
+                "version": engine_address.api_version(),
+                "timeout": _CALL_S,
+                "max_pool_size": _IDLE,
+            }
+            if certificate_folder := engine_address.certificates:
+                client_cert = (str(certificate_folder / CERTIFICATE), str(certificate_folder / KEY))
+                client_options["tls"] = docker_sdk.tls.TLSConfig(
+                    client_cert=client_cert, ca_cert=str(certificate_folder / CA), verify=True
+                )
+            with boundary(SandboxUnavailable, f"no docker engine answers at {engine_address.url}:"):
+                docker_client = docker_sdk.DockerClient(base_url=engine_address.url, **client_options)
+                docker_client.api.trust_env = False  # or REQUESTS_CA_BUNDLE would take the place of our CA
+                return cls(docker_client, engine_address)
 
-        engine = await trio.to_thread.run_sync(connect)
+        docker_engine = await trio.to_thread.run_sync(connect)
         try:
-            await engine.call(engine._reap)
+            await docker_engine.call(docker_engine._reap)
         except BaseException:
             with trio.CancelScope(shield=True):
-                await engine.close()
+                await docker_engine.close()
             raise
-        return engine
+        return docker_engine
 
     def _reap(self) -> None:
         containers = self._client.containers.list(all=True, filters={"label": f"{_HOST_LABEL}={self.host}"})
@@ -203,25 +209,27 @@ class DockerEngine:
             try:
                 with boundary(SandboxError, "docker:"):
                     return function(*arguments, **options)
-            except SandboxError as error:
-                cause = error.__cause__
+            except SandboxError as call_error:
+                cause = call_error.__cause__
                 if not isinstance(cause, OSError) or hasattr(cause, "is_client_error"):  # the SDK's own: an answer
                     raise
-                why = f"{type(cause).__name__}; a call has {self._client.api.timeout:.0f} s"
+                failure_description = f"{type(cause).__name__}; a call has {self._client.api.timeout:.0f} s"
                 # An engine that answers a ping while one call hangs has a container in trouble; an engine that does not
                 # answer is gone for all boxes. Only the second may let the waiting calls of others fail at once.
                 if self._is_there():
-                    raise SandboxLost(f"the docker engine is there, and left a call unanswered ({why})") from cause
+                    raise SandboxLost(
+                        f"the docker engine is there, and left a call unanswered ({failure_description})"
+                    ) from cause
                 self._lost_at = time.monotonic()
-                raise SandboxLost(self._address.lost(why)) from cause
+                raise SandboxLost(self._address.lost(failure_description)) from cause
 
         with host_time("the docker engine"):
             return await trio.to_thread.run_sync(run, limiter=self._threads)
 
     def _is_there(self) -> bool:
-        api = self._client.api
+        api_client = self._client.api
         with contextlib.suppress(OSError):
-            return bool(api.get(f"{api.base_url}/_ping", timeout=min(_PING_S, api.timeout)).ok)
+            return bool(api_client.get(f"{api_client.base_url}/_ping", timeout=min(_PING_S, api_client.timeout)).ok)
         return False
 
     def next_uid(self) -> int:
@@ -230,46 +238,54 @@ class DockerEngine:
 
     async def start_container(self, spec: SandboxSpec, uid: int) -> tuple[str, AttachedStreams]:
         """Create and start a container whose process 1 lives while the returned connection is open."""
-        api = self._client.api
+        api_client = self._client.api
         container = await self.call(self._create, spec, uid)
         try:
             # Attached before it is started: process 1 reads its input from the first instant, and ends if nobody holds
             # it.
-            keeper = await self._hijack(f"/containers/{container}/attach?stdin=1&stream=1", {})
+            keeper_streams = await self._hijack(f"/containers/{container}/attach?stdin=1&stream=1", {})
             try:
-                await self.call(api.start, container)
+                await self.call(api_client.start, container)
                 self._counters[container] = await self.call(self._find_counter, container)
             except BaseException:
-                await keeper.close()
+                await keeper_streams.close()
                 raise
         except BaseException:
             await self.remove(container)
             raise
-        return container, keeper
+        return container, keeper_streams
 
     def _create(self, spec: SandboxSpec, uid: int) -> str:
         limits = spec.limits
-        files = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)}"
-        memory = limits.memory_bytes + 3 * limits.disk_bytes  # the work folder, /tmp and /dev/shm are memory too
-        bounds = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0, "cpu": math.ceil(limits.cpu_s)}
-        api = self._client.api
-        host_config = api.create_host_config(
+        tmpfs_options = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)}"
+        memory_bytes = limits.memory_bytes + 3 * limits.disk_bytes  # the work folder, /tmp and /dev/shm are memory too
+        process_limits = {
+            "nofile": limits.open_files,
+            "fsize": limits.file_bytes,
+            "core": 0,
+            "cpu": math.ceil(limits.cpu_s),
+        }
+        api_client = self._client.api
+        host_config = api_client.create_host_config(
             network_mode="bridge" if spec.network else "none",
             cap_drop=["ALL"],
             security_opt=["no-new-privileges=true", f"seccomp={seccomp.docker_profile()}"],
             read_only=True,
             tmpfs={
-                WORKSPACE: f"{files},uid={uid},gid={uid},mode=0755",
-                "/tmp": f"{files},mode=1777",
-                "/dev/shm": f"{files},mode=1777",
+                WORKSPACE: f"{tmpfs_options},uid={uid},gid={uid},mode=0755",
+                "/tmp": f"{tmpfs_options},mode=1777",
+                "/dev/shm": f"{tmpfs_options},mode=1777",
                 **dict.fromkeys(spec.covered, "ro,nosuid,nodev,noexec,size=4096,mode=0555"),
             },
             ipc_mode="private",
-            mem_limit=memory,
-            memswap_limit=memory,
+            mem_limit=memory_bytes,
+            memswap_limit=memory_bytes,
             pids_limit=limits.pids + _SPARE_PIDS,
             nano_cpus=int(min(limits.cpus, self._cpus) * 1e9),
-            ulimits=[{"Name": name, "Soft": bound, "Hard": bound} for name, bound in bounds.items()],
+            ulimits=[
+                {"Name": limit_name, "Soft": limit_value, "Hard": limit_value}
+                for limit_name, limit_value in process_limits.items()
+            ],
             init=True,
             # The engine removes it when it ends, whoever is alive by then; our own removal is for those that never
             # started (law 4).
@@ -277,7 +293,7 @@ class DockerEngine:
             # Else the engine writes all output of process 1 to a file on its disk, which no limit of the box bounds.
             log_config={"Type": "none"},
         )
-        container = api.create_container(
+        container = api_client.create_container(
             spec.image,
             ["cat"],
             user=f"{_KEEPER_UID}:{_KEEPER_UID}",
@@ -291,60 +307,63 @@ class DockerEngine:
         return container["Id"]
 
     async def _hijack(self, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
-        version = self._client.api.api_version
+        api_version = self._client.api.api_version
         with host_time("the docker engine"):
-            return await hijack(self._address, f"/v{version}{path}", body, output_bytes=output_bytes)
+            return await hijack(self._address, f"/v{api_version}{path}", body, output_bytes=output_bytes)
 
     async def execute(
         self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
     ) -> tuple[str, AttachedStreams]:
         """Start a command in a container: its id at the engine, and its streams."""
-        options = {"stdin": True, "environment": dict(env), "user": f"{uid}:{uid}", "workdir": "/"}
-        execution = await self.call(self._client.api.exec_create, container, list(argv), **options)
-        body = {"Detach": False, "Tty": False}
-        return execution["Id"], await self._hijack(f"/exec/{execution['Id']}/start", body, output_bytes=output_bytes)
+        exec_options = {"stdin": True, "environment": dict(env), "user": f"{uid}:{uid}", "workdir": "/"}
+        execution = await self.call(self._client.api.exec_create, container, list(argv), **exec_options)
+        start_options = {"Detach": False, "Tty": False}
+        return execution["Id"], await self._hijack(
+            f"/exec/{execution['Id']}/start", start_options, output_bytes=output_bytes
+        )
 
     async def state(self, execution: str) -> tuple[bool, int | None]:
         """Whether a command still runs, or is yet to start, and its exit code."""
 
         def look() -> tuple[bool, int | None]:
-            report = self._client.api.exec_inspect(execution)
-            return bool(report["Running"]) or report["ExitCode"] is None, report["ExitCode"]
+            exec_report = self._client.api.exec_inspect(execution)
+            return bool(exec_report["Running"]) or exec_report["ExitCode"] is None, exec_report["ExitCode"]
 
         return await self.call(look)
 
     async def processes(self, container: str) -> int:
         """How many processes a container has, threads among them where its control group can be read. The engine's own
         answer is the last resort: it starts ps for it."""
-        if counter := self._counters.get(container):
+        if counter_file := self._counters.get(container):
             with contextlib.suppress(OSError, ValueError):
-                return int(counter.read_text())
+                return int(counter_file.read_text())
         return await self.call(lambda: len(self._client.api.top(container)["Processes"] or ()))  # null: none is left
 
     def cpu_time(self, container: str, cpus: float) -> GroupCpuTime:
         """Measure the CPU time of a container's processes from now on; nothing is known of an engine on another
         machine."""
-        counter = self._counters.get(container)
-        if counter is None:
+        counter_file = self._counters.get(container)
+        if counter_file is None:
             return GroupCpuTime(None, None, cpus=cpus)
-        group = counter.parent
-        accounts = Path(str(group).replace(str(_CGROUPS / "pids"), str(_CGROUPS / "cpuacct"), 1)) / "cpuacct.usage"
-        usage = next((file for file in (group / "cpu.stat", accounts) if file.is_file()), None)
-        return GroupCpuTime(group / "cgroup.procs", usage, cpus=cpus)
+        group_folder = counter_file.parent
+        account_folder = str(group_folder).replace(str(_CGROUPS / "pids"), str(_CGROUPS / "cpuacct"), 1)
+        accounts = Path(account_folder, "cpuacct.usage")
+        usage_file = next((path for path in (group_folder / "cpu.stat", accounts) if path.is_file()), None)
+        return GroupCpuTime(group_folder / "cgroup.procs", usage_file, cpus=cpus)
 
     def _find_counter(self, container: str) -> Path | None:
         """The file in which the kernel counts a container's tasks, if the engine runs on this machine."""
         if not self._address.url.startswith("unix:"):
             return None
-        pid = self._client.api.inspect_container(container)["State"]["Pid"]
+        process_id = self._client.api.inspect_container(container)["State"]["Pid"]
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                file = _CGROUPS / controllers / path.lstrip("/") / "pids.current"
+            for group_line in Path(f"/proc/{process_id}/cgroup").read_text().splitlines():
+                _, controllers, group_path = group_line.split(":", 2)
+                counter_file = _CGROUPS / controllers / group_path.lstrip("/") / "pids.current"
                 # The id in the path makes sure: with an engine in another container, the process id that it reports
                 # belongs to another namespace, and here it may be any program's.
-                if controllers in ("", "pids") and container in path and file.is_file():
-                    return file
+                if controllers in ("", "pids") and container in group_path and counter_file.is_file():
+                    return counter_file
         return None
 
     async def is_running(self, container: str) -> bool:
@@ -356,33 +375,35 @@ class DockerEngine:
         machine's clock; the engine's may be another)."""
 
         def look() -> bool:
-            filters = {"container": container, "event": "oom"}
+            event_filters = {"container": container, "event": "oom"}
             # Asked by the engine's clock. With ours, an engine a minute behind would report no event at all, and a box
             # that ran out of memory would read as a broken host.
-            now = datetime.fromisoformat(self._client.info()["SystemTime"]).timestamp()
-            began = now - (time.time() - since)
-            events = self._client.events(since=int(began), until=int(now) + 1, filters=filters)
-            return any(True for _ in events)
+            engine_time = datetime.fromisoformat(self._client.info()["SystemTime"]).timestamp()
+            engine_since = engine_time - (time.time() - since)
+            memory_events = self._client.events(
+                since=int(engine_since), until=int(engine_time) + 1, filters=event_filters
+            )
+            return any(True for _ in memory_events)
 
         return await self.call(look)
 
     async def remove(self, container: str) -> None:
         """End and remove a container, if it is there."""
         self._counters.pop(container, None)
-        api = self._client.api
+        api_client = self._client.api
 
         def remove() -> None:
             try:
                 try:
-                    api.remove_container(container, force=True)
-                except Exception as error:
+                    api_client.remove_container(container, force=True)
+                except Exception as remove_error:
                     # `auto_remove` may have been quicker. It has to be waited for: a caller takes the return for the
                     # proof that the box is gone.
-                    if "already in progress" not in str(error):
+                    if "already in progress" not in str(remove_error):
                         raise
-                    api.wait(container, condition="removed")
-            except Exception as error:
-                if "No such container" not in str(error):
+                    api_client.wait(container, condition="removed")
+            except Exception as remove_error:
+                if "No such container" not in str(remove_error):
                     raise
 
         await self.call(remove)

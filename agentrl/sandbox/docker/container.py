@@ -67,32 +67,32 @@ class Container:
     @classmethod
     async def open(cls, engine: ContainerEngine, spec: SandboxSpec, siblings: set[Container]) -> Container:
         """Start a container and lay the files of its spec. Raises SandboxError."""
-        box = cls(engine, spec, siblings)
+        new_box = cls(engine, spec, siblings)
         try:
             with trio.CancelScope(shield=True):  # a container that was started must be known
                 # The connection is the container's lifeline: its main program is a `cat` that reads from it. When this
                 # process ends, the connection closes, the `cat` ends, and the container with it (law 4).
-                box._commands.name, box._keeper = await engine.start_container(spec, box._commands.uid)
+                new_box._commands.name, new_box._keeper = await engine.start_container(spec, new_box._commands.uid)
             # Looked at before the first command of a policy: an image without `tar` or `find` is the author's mistake,
             # and in the middle of an episode it would look like the policy's.
-            code, _, words = await box._commands.run_script(CHECK)
-            output = " ".join(words.decode(errors="replace").split())[:200]
-            if code == 2:
-                raise SandboxUnavailable(f"image {spec.image!r}: {output} (docs/how-to/images.md)")
-            if code == 1 and not set(output.split()) - set(PROGRAMS.split()):
-                needed = ", ".join(["sh", *PROGRAMS.split()])
+            exit_code, _, error_output = await new_box._commands.run_script(CHECK)
+            error_text = " ".join(error_output.decode(errors="replace").split())[:200]
+            if exit_code == 2:
+                raise SandboxUnavailable(f"image {spec.image!r}: {error_text} (docs/how-to/images.md)")
+            if exit_code == 1 and not set(error_text.split()) - set(PROGRAMS.split()):
+                needed_programs = ", ".join(["sh", *PROGRAMS.split()])
                 raise SandboxUnavailable(
-                    f"image {spec.image!r} lacks {', '.join(output.split())}: a box needs {needed}, see "
+                    f"image {spec.image!r} lacks {', '.join(error_text.split())}: a box needs {needed_programs}, see "
                     "docs/how-to/images.md"
                 )
-            if code != 0:
-                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {output}")
-            for path, data in spec.files.items():
-                await box.write(path, data)
+            if exit_code != 0:
+                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {error_text}")
+            for file_path, file_bytes in spec.files.items():
+                await new_box.write(file_path, file_bytes)
         except BaseException:
-            await box.close()
+            await new_box.close()
             raise
-        return box
+        return new_box
 
     # --- commands -----------------------------------------------------------------------------------------------
 
@@ -109,8 +109,8 @@ class Container:
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
             command = await self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return refused.result
+        except CommandRefused as refusal:
+            return refusal.result
         with policy_time():
             timed_out = await self._commands.drive(command, stdin, wall_s)
         if timed_out and command.used.starved_out:
@@ -123,8 +123,8 @@ class Container:
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
             command = await self._spawn(argv, cwd, env)
-        except CommandRefused as refused:
-            return NeverStarted(refused.result)
+        except CommandRefused as refusal:
+            return NeverStarted(refusal.result)
         return Background(
             command.streams,
             drive=lambda: self._commands.drive(command, None, math.inf),
@@ -134,26 +134,32 @@ class Container:
         )
 
     async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> ContainerCommand:
-        words, variables = checked_argv(argv), checked_env({**self.spec.env, **(env or {})})
+        arguments, variables = checked_argv(argv), checked_env({**self.spec.env, **(env or {})})
         self._commands.is_entered = True
-        folder = os.fsencode(cwd or ".")
-        if b"\0" in folder:
+        working_folder = os.fsencode(cwd or ".")
+        if b"\0" in working_folder:
             raise CommandRefused("the folder holds a NUL byte")
         script = BOUND.format(pids=self.spec.limits.pids)
-        if not all(is_text(part) for pair in variables.items() for part in pair):
+        if not all(is_text(name_or_value) for variable in variables.items() for name_or_value in variable):
             raise CommandRefused("a variable is not UTF-8")
-        plain = {key.decode(): value.decode() for key, value in variables.items()}
-        before, word = shell_word(folder)
+        text_variables = {
+            variable_name.decode(): variable_value.decode() for variable_name, variable_value in variables.items()
+        }
+        preparation, shell_text = shell_word(working_folder)
         # The folder is entered by our script and not by the engine's `workdir`, which would follow a link out of the
         # work folder, and whose error for a missing folder reads like a failure of the host.
-        script += before + ENTER.format(workspace=WORKSPACE, cwd=word)
+        script += preparation + ENTER.format(workspace=WORKSPACE, cwd=shell_text)
         # As arguments beside the script, never pasted into it: so nothing in them needs quoting. Bytes that are no text
         # cannot pass the engine's JSON, and are spelled out below.
-        if all(map(is_text, words)):
-            return await self._commands.begin([f'{script}exec "$@"', "sandbox", *map(bytes.decode, words)], plain)
-        quoted = [shell_word(each, number) for number, each in enumerate(words)]
-        script += "".join(before for before, _ in quoted)
-        return await self._commands.begin([f"{script}exec {' '.join(word for _, word in quoted)}"], plain)
+        if all(map(is_text, arguments)):
+            return await self._commands.begin(
+                [f'{script}exec "$@"', "sandbox", *map(bytes.decode, arguments)], text_variables
+            )
+        quoted_words = [shell_word(argument, word_number) for word_number, argument in enumerate(arguments)]
+        script += "".join(preparation for preparation, _ in quoted_words)
+        return await self._commands.begin(
+            [f"{script}exec {' '.join(shell_text for _, shell_text in quoted_words)}"], text_variables
+        )
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -161,8 +167,8 @@ class Container:
         """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
         self._commands.must_be_open()
         disk_bytes = self.spec.limits.disk_bytes
-        bound = (disk_bytes if most_bytes is None else min(most_bytes, disk_bytes)) + 1
-        return await self._commands.must_run(path, READ, checked_path(path), str(bound), limit=bound)
+        most_read = (disk_bytes if most_bytes is None else min(most_bytes, disk_bytes)) + 1
+        return await self._commands.must_run(path, READ, checked_path(path), str(most_read), limit=most_read)
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file of the work folder, making parent folders as needed."""
@@ -170,40 +176,44 @@ class Container:
         await self._write(path, data, "")
 
     async def _write(self, path: str, data: bytes, mode: str) -> None:
-        folder, name = posixpath.split(checked_path(path))
-        if name in ("", ".", ".."):
+        folder_path, file_name = posixpath.split(checked_path(path))
+        if file_name in ("", ".", ".."):
             raise SandboxPathError(f"{path!r} is a folder")
-        await self._commands.must_run(path, WRITE_FILE, folder or ".", name, mode, stdin=data)
+        await self._commands.must_run(path, WRITE_FILE, folder_path or ".", file_name, mode, stdin=data)
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or tree into the work folder."""
         self._commands.must_be_open()
-        path = trio.Path(source)
-        if await path.is_file():
-            await self._write(target, await path.read_bytes(), f"{(await path.stat()).st_mode & 0o777:o}")
+        source_path = trio.Path(source)
+        if await source_path.is_file():
+            await self._write(target, await source_path.read_bytes(), f"{(await source_path.stat()).st_mode & 0o777:o}")
             return
-        data = await trio.to_thread.run_sync(archive.pack, source, self.spec.limits.disk_bytes)
-        await self._commands.must_run(target, UNPACK, checked_path(target) or ".", stdin=data)
+        packed_tree = await trio.to_thread.run_sync(archive.pack, source, self.spec.limits.disk_bytes)
+        await self._commands.must_run(target, UNPACK, checked_path(target) or ".", stdin=packed_tree)
 
     async def download(self, source: str, target: Path) -> None:
         """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
         self._commands.must_be_open()
-        bound = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
-        code, data, words = await self._commands.run_script(PACK, checked_path(source) or ".", str(bound), limit=bound)
-        if code == 92:
-            data = await self.read(source)
+        most_packed = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
+        exit_code, file_bytes, error_output = await self._commands.run_script(
+            PACK, checked_path(source) or ".", str(most_packed), limit=most_packed
+        )
+        if exit_code == 92:
+            file_bytes = await self.read(source)
             await trio.Path(target.parent).mkdir(parents=True, exist_ok=True)
-            await trio.Path(target).write_bytes(data)
+            await trio.Path(target).write_bytes(file_bytes)
             return
-        if code != 0 or len(data) >= bound:
-            raise SandboxPathError(f"{source!r}: {words.decode(errors='replace').strip() or 'the tree is too large'}")
-        await trio.to_thread.run_sync(archive.unpack, data, target, self.spec.limits.disk_bytes)
+        if exit_code != 0 or len(file_bytes) >= most_packed:
+            raise SandboxPathError(
+                f"{source!r}: {error_output.decode(errors='replace').strip() or 'the tree is too large'}"
+            )
+        await trio.to_thread.run_sync(archive.unpack, file_bytes, target, self.spec.limits.disk_bytes)
 
     # --- copies of the box --------------------------------------------------------------------------------------
 
     async def _pack(self) -> bytes:
-        bound = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
-        return await self._commands.must_run("the work folder", PACK, ".", str(bound), limit=bound)
+        most_packed = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
+        return await self._commands.must_run("the work folder", PACK, ".", str(most_packed), limit=most_packed)
 
     async def _unpack(self, data: bytes) -> None:
         await self._commands.must_run("the work folder", CLEAR)
@@ -212,61 +222,61 @@ class Container:
     async def pack(self, most_bytes: int) -> bytes:
         """Return all that commands have written, for `unpack` of another box, in `most_bytes` at most. In memory the
         tars may take eight times as much before they are compressed. Raises SandboxPathError."""
-        bound = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
+        most_packed = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
         # Most boxes write to the work folder alone. A call that packs a folder also reports which of the next ones hold
         # anything, so that an empty folder costs no call.
-        parts, full = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
-        for place, folder in enumerate(_WRITABLE):
-            if folder in full:
+        tar_by_folder, full_folders = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
+        for folder_index, folder in enumerate(_WRITABLE):
+            if folder in full_folders:
                 self._commands.must_be_still()
-                code, tar, words = await self._commands.run_script(
-                    PACK_FOLDER, folder, str(bound), *_WRITABLE[place + 1 :], limit=bound
+                exit_code, folder_tar, full_names = await self._commands.run_script(
+                    PACK_FOLDER, folder, str(most_packed), *_WRITABLE[folder_index + 1 :], limit=most_packed
                 )
-                if code != 0 or len(tar) >= bound:
+                if exit_code != 0 or len(folder_tar) >= most_packed:
                     raise SandboxPathError(f"{folder!r} cannot be packed: its files are too large, or not readable")
-                parts[folder] = tar
-                full.update(words.decode(errors="replace").split("\n"))
-        return await trio.to_thread.run_sync(archive.join, parts, most_bytes)
+                tar_by_folder[folder] = folder_tar
+                full_folders.update(full_names.decode(errors="replace").split("\n"))
+        return await trio.to_thread.run_sync(archive.join, tar_by_folder, most_bytes)
 
     async def unpack(self, data: bytes) -> None:
         """Replace what commands have written by the files of a box that was packed."""
         self._commands.must_be_still()
         await self._commands.must_run("the work folder", CLEAR)
-        for folder, tar in archive.split(data, _WRITABLE, 2 * self.spec.limits.disk_bytes + archive.OVERHEAD):
-            await self._commands.must_run(folder, UNPACK_FOLDER, folder, stdin=tar)
+        for folder, folder_tar in archive.split(data, _WRITABLE, 2 * self.spec.limits.disk_bytes + archive.OVERHEAD):
+            await self._commands.must_run(folder, UNPACK_FOLDER, folder, stdin=folder_tar)
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes."""
         self._commands.must_be_open()
-        data = await self._pack()
-        name = secrets.token_hex(8)
-        path = self._engine.folder.path / name
-        await trio.Path(path).write_bytes(data)
-        self._snapshots[name] = path
-        return name
+        packed_tree = await self._pack()
+        snapshot_id = secrets.token_hex(8)
+        snapshot_path = self._engine.folder.path / snapshot_id
+        await trio.Path(snapshot_path).write_bytes(packed_tree)
+        self._snapshots[snapshot_id] = snapshot_path
+        return snapshot_id
 
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended and /tmp is emptied."""
         self._commands.must_be_open()
-        paths = [box._snapshots[snapshot] for box in self._siblings if snapshot in box._snapshots]
-        if not paths:
+        snapshot_paths = [sibling._snapshots[snapshot] for sibling in self._siblings if snapshot in sibling._snapshots]
+        if not snapshot_paths:
             raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
-        data = await trio.Path(paths[0]).read_bytes()
+        packed_tree = await trio.Path(snapshot_paths[0]).read_bytes()
         # Before the files are put back: a process of the old state that still runs would write into the new one.
         await self._commands.end_all()
-        await self._unpack(data)
+        await self._unpack(packed_tree)
 
     async def fork(self) -> Container:
         """A new box with a copy of the work folder; processes are not copied."""
         self._commands.must_be_open()
-        data = await self._pack()
-        twin = await Container.open(self._engine, dataclasses.replace(self.spec, files={}), self._siblings)
+        packed_tree = await self._pack()
+        forked_box = await Container.open(self._engine, dataclasses.replace(self.spec, files={}), self._siblings)
         try:
-            await twin._unpack(data)
+            await forked_box._unpack(packed_tree)
         except BaseException:
-            await twin.close()
+            await forked_box.close()
             raise
-        return twin
+        return forked_box
 
     async def alive(self) -> bool:
         """Whether the box can still be used."""
@@ -288,7 +298,7 @@ class Container:
             finally:
                 if self._keeper is not None:
                     await self._keeper.close()
-                for path in self._snapshots.values():
-                    path.unlink(missing_ok=True)
+                for snapshot_path in self._snapshots.values():
+                    snapshot_path.unlink(missing_ok=True)
                 self._snapshots.clear()
                 self._siblings.discard(self)

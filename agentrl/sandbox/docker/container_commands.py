@@ -69,9 +69,9 @@ class ContainerCommand:
     def result(self, *, timed_out: bool) -> ExecResult:
         """How it ended; its output is taken."""
         streams = self.streams
-        code = 137 if timed_out or self.stop.is_set() or self.exit_code is None else self.exit_code
+        exit_code = 137 if timed_out or self.stop.is_set() or self.exit_code is None else self.exit_code
         return ExecResult(
-            exit_code=code,
+            exit_code=exit_code,
             stdout=streams.stdout.take(),
             stderr=streams.stderr.take(),
             timed_out=timed_out,
@@ -109,53 +109,53 @@ class ContainerCommands:
         self.must_be_open()
         if self.broken:
             raise CommandRefused(self.broken, 137)
-        mark = secrets.token_hex(8)
-        bound = self._limits.output_bytes if output_bytes is None else output_bytes
-        launched: list[ContainerCommand] = []
-        used = self._engine.cpu_time(self.name, self._limits.cpus)
+        command_mark = secrets.token_hex(8)
+        most_output = self._limits.output_bytes if output_bytes is None else output_bytes
+        launched_commands: list[ContainerCommand] = []
+        cpu_account = self._engine.cpu_time(self.name, self._limits.cpus)
         async with self._moving:
             with trio.CancelScope(shield=True):  # what was started must be known
                 try:
                     execution, streams = await self._engine.execute(
-                        self.name, ["sh", "-c", *script], self.uid, {**env, MARK: mark}, bound
+                        self.name, ["sh", "-c", *script], self.uid, {**env, MARK: command_mark}, most_output
                     )
-                except SandboxError as error:
+                except SandboxError as engine_error:
                     # A refusal has two readings: the engine failed, or the box has killed itself by using up its
                     # memory. The second is the policy's doing and a result (law 3), so it is asked for before the error
                     # is believed.
-                    if not isinstance(error, SandboxLost) and await self._died_of_memory():
+                    if not isinstance(engine_error, SandboxLost) and await self._died_of_memory():
                         raise CommandRefused(self.broken, 137) from None
                     raise
-                launched.append(ContainerCommand(execution, streams, mark, used))
-            self._running.update(launched)
-        return launched[0]
+                launched_commands.append(ContainerCommand(execution, streams, command_mark, cpu_account))
+            self._running.update(launched_commands)
+        return launched_commands[0]
 
     async def drive(
         self, command: ContainerCommand, stdin: bytes | None, timeout_s: float, *, ours: bool = False
     ) -> bool:
         """Run to the end; True if that was the deadline. Under cancellation the processes are ended first."""
         failure: SandboxError | None = None
-        timed_out = ended = False
+        timed_out = has_ended = False
         try:
-            async with trio.open_nursery() as pipes:
-                pipes.start_soon(command.streams.drain)
+            async with trio.open_nursery() as pipe_nursery:
+                pipe_nursery.start_soon(command.streams.drain)
                 if stdin is not None:
-                    pipes.start_soon(command.streams.feed, stdin)
+                    pipe_nursery.start_soon(command.streams.feed, stdin)
                 try:
-                    with fair_deadline(pipes, timeout_s, command.used) as deadline:
+                    with fair_deadline(pipe_nursery, timeout_s, command.used) as deadline:
                         await self._until_ended(command, deadline)
                     timed_out = deadline.passed
                     # Before the sweep: afterwards the group has no processes left to count.
                     command.used.count()
                     with trio.CancelScope(shield=True):
                         await self._finish(command, timed_out=timed_out, ours=ours)
-                    ended = True
-                except SandboxError as error:  # raised outside the nursery, so that it is no group
-                    failure = error
-                pipes.cancel_scope.cancel()
+                    has_ended = True
+                except SandboxError as engine_error:  # raised outside the nursery, so that it is no group
+                    failure = engine_error
+                pipe_nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
-                if not ended and failure is None:
+                if not has_ended and failure is None:
                     await self._sweep(command)
                 await command.streams.close()
             self._running.discard(command)
@@ -172,7 +172,7 @@ class ContainerCommands:
     async def _until_ended(self, command: ContainerCommand, deadline: FairDeadline) -> None:
         """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them. While
         a request to the engine runs, the deadline stands still."""
-        failure: list[SandboxError] = []
+        failures: list[SandboxError] = []
         async with trio.open_nursery() as nursery:
 
             async def on(event: trio.Event) -> None:
@@ -180,18 +180,18 @@ class ContainerCommands:
                 nursery.cancel_scope.cancel()
 
             async def ask() -> None:
-                pause = _POLL_S
+                pause_s = _POLL_S
                 try:
                     while True:
                         with deadline.paused():  # a host that does not answer takes none of the policy's time (law 3)
                             if not (await self._engine.state(command.execution))[0]:
                                 break
-                        await trio.sleep(pause)
+                        await trio.sleep(pause_s)
                         # Most commands end by their streams. The question is for those whose child holds the output
                         # open, so it may become rare.
-                        pause = min(1.5 * pause, 2.0)
-                except SandboxError as error:
-                    failure.append(error)
+                        pause_s = min(1.5 * pause_s, 2.0)
+                except SandboxError as engine_error:
+                    failures.append(engine_error)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(on, command.streams.ended)
@@ -199,8 +199,8 @@ class ContainerCommands:
             # Most commands end sooner than this, and cost the engine no question.
             await trio.sleep(_POLL_S)
             nursery.start_soon(ask)
-        if failure:
-            raise failure[0]
+        if failures:
+            raise failures[0]
 
     # Why the end of a command is put together from several signs.
     #
@@ -232,34 +232,34 @@ class ContainerCommands:
         """See that nothing of it is left, and learn how it ended."""
         if self.closed:
             return
-        running, command.exit_code = await self._engine.state(command.execution)
+        is_running, command.exit_code = await self._engine.state(command.execution)
         if command.streams.broken and not (timed_out or command.stop.is_set()):
             deadline = trio.current_time() + _AGAIN_S  # the engine breaks off where nobody read the input to its end
-            while running and command.streams.fed and trio.current_time() < deadline:
+            while is_running and command.streams.fed and trio.current_time() < deadline:
                 await trio.sleep(_POLL_S / 10)
-                running, command.exit_code = await self._engine.state(command.execution)
-            if running:
+                is_running, command.exit_code = await self._engine.state(command.execution)
+            if is_running:
                 await self._sweep(command)
                 raise SandboxLost(_CUT)
-        others = self._running != {command}
-        if running or (not ours and (others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
+        has_others = self._running != {command}
+        if is_running or (not ours and (has_others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
         deadline = trio.current_time() + _END_S
         while not command.streams.ended.is_set() and trio.current_time() < deadline:
-            with trio.move_on_after(_AGAIN_S) as waited:
+            with trio.move_on_after(_AGAIN_S) as wait_scope:
                 await command.streams.ended.wait()
-            if waited.cancelled_caught and (running or not ours):
+            if wait_scope.cancelled_caught and (is_running or not ours):
                 await self._sweep(command)  # it began after the last one: the engine answers before it starts a command
         deadline = trio.current_time() + _END_S  # the engine says so some time after the streams have ended
-        while running and trio.current_time() < deadline:
+        while is_running and trio.current_time() < deadline:
             await trio.sleep(_POLL_S / 10)
-            running, command.exit_code = await self._engine.state(command.execution)
+            is_running, command.exit_code = await self._engine.state(command.execution)
         if command.streams.is_cut and not (timed_out or command.stop.is_set()):
             raise SandboxLost(_CUT)
         has_streams_ended = command.streams.ended.is_set()
-        if not running and not has_streams_ended and await self._engine.processes(self.name) <= _OWN_PROCESSES:
+        if not is_running and not has_streams_ended and await self._engine.processes(self.name) <= _OWN_PROCESSES:
             raise SandboxLost("docker: a command ended, and the end of its output did not come from the engine")
-        if running or not has_streams_ended:
+        if is_running or not has_streams_ended:
             await self._break("sandbox: the processes of a command could not be ended; the box was destroyed")
             command.exit_code = 137
         if command.exit_code == 137 and not (timed_out or command.stop.is_set() or self.broken):
@@ -270,10 +270,14 @@ class ContainerCommands:
         async with self._moving:
             if self.closed or self.broken:
                 return
-            others = [other.mark for other in self._running if other is not command]
-            script = SWEEP_OTHERS.format(pattern="|".join(f"{MARK}={mark}" for mark in others)) if others else SWEEP_ALL
+            spared_marks = [other_command.mark for other_command in self._running if other_command is not command]
+            sweep_script = (
+                SWEEP_OTHERS.format(pattern="|".join(f"{MARK}={spared_mark}" for spared_mark in spared_marks))
+                if spared_marks
+                else SWEEP_ALL
+            )
             try:
-                _, streams = await self._engine.execute(self.name, ["sh", "-c", script], self.uid, {}, 1000)
+                _, streams = await self._engine.execute(self.name, ["sh", "-c", sweep_script], self.uid, {}, 1000)
             except SandboxLost:
                 raise
             except SandboxError:
@@ -307,13 +311,16 @@ class ContainerCommands:
     ) -> tuple[int, bytes, bytes]:
         """Run one of our scripts in the work folder: exit code, stdout, stderr. It runs as the box's user, whose other
         processes may stop it: once there were some, the time is the policy's."""
-        words = [shell_word(os.fsencode(argument), number) for number, argument in enumerate(arguments)]
-        prepare = "".join(before for before, _ in words) + f"set -- {' '.join(word for _, word in words)}; "
-        text = f"cd {WORKSPACE} || exit {REFUSED}; {prepare}{script}"
+        shell_words = [shell_word(os.fsencode(argument), word_number) for word_number, argument in enumerate(arguments)]
+        preparations = (
+            "".join(preparation for preparation, _ in shell_words)
+            + f"set -- {' '.join(shell_word_text for _, shell_word_text in shell_words)}; "
+        )
+        shell_text = f"cd {WORKSPACE} || exit {REFUSED}; {preparations}{script}"
         try:
-            command = await self.begin([text], {}, output_bytes=limit)
-        except CommandRefused as refused:
-            raise SandboxPathError(str(refused)) from None
+            command = await self.begin([shell_text], {}, output_bytes=limit)
+        except CommandRefused as refusal:
+            raise SandboxPathError(str(refusal)) from None
         # Before the first command of a policy only our own programs are in the box, and a slow read is the host's.
         with policy_time() if self.is_entered else nullcontext():
             timed_out = await self.drive(command, stdin, _FILE_S, ours=True)
@@ -325,12 +332,14 @@ class ContainerCommands:
         self, path: str, script: str, *arguments: str, stdin: bytes = b"", limit: int = 1 << 16
     ) -> bytes:
         """Like `run_script`; a refusal raises SandboxPathError, more output than `limit` too."""
-        code, out, words = await self.run_script(script, *arguments, stdin=stdin, limit=limit)
-        if code != 0:
-            raise SandboxPathError(f"{path!r}: {words.decode(errors='replace').strip() or f'exit code {code}'}")
-        if len(out) >= limit:
+        exit_code, script_output, error_output = await self.run_script(script, *arguments, stdin=stdin, limit=limit)
+        if exit_code != 0:
+            raise SandboxPathError(
+                f"{path!r}: {error_output.decode(errors='replace').strip() or f'exit code {exit_code}'}"
+            )
+        if len(script_output) >= limit:
             raise SandboxPathError(f"{path!r} is larger than {limit - 1} bytes")
-        return out
+        return script_output
 
     def must_be_still(self) -> None:
         """Raises BoxBusy while a command runs."""

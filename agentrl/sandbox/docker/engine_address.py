@@ -79,9 +79,9 @@ class TlsStream(trio.abc.HalfCloseableStream):
         while not (self._read or self._ended):
             await self._fetch()
             self._decrypt()
-        data = bytes(self._read[:max_bytes])
-        del self._read[: len(data)]
-        return data
+        received = bytes(self._read[:max_bytes])
+        del self._read[: len(received)]
+        return received
 
     async def aclose(self) -> None:
         await self._tcp.aclose()
@@ -89,21 +89,21 @@ class TlsStream(trio.abc.HalfCloseableStream):
     def _decrypt(self) -> None:
         """Everything that has arrived, so that none of it waits inside OpenSSL."""
         try:
-            while part := self._tls.read(_CHUNK):
-                self._read += part
+            while plain_bytes := self._tls.read(_CHUNK):
+                self._read += plain_bytes
             self._ended = True
         except ssl.SSLWantReadError:
             return
         except ssl.SSLZeroReturnError:
             self._ended = True
-        except ssl.SSLError as error:
+        except ssl.SSLError as tls_error:
             # What was received whole is given out first; the next call meets the error again.
             if not self._read:
-                raise trio.BrokenResourceError(str(error)) from error
+                raise trio.BrokenResourceError(str(tls_error)) from tls_error
 
     async def _fetch(self) -> None:
-        if chunk := await self._tcp.receive_some(_CHUNK):
-            self._incoming.write(chunk)
+        if tcp_bytes := await self._tcp.receive_some(_CHUNK):
+            self._incoming.write(tcp_bytes)
         else:
             self._incoming.write_eof()
 
@@ -117,8 +117,8 @@ def _as_trio_says() -> Generator[None]:
         yield
     except ssl.SSLWantReadError:
         raise
-    except ssl.SSLError as error:
-        raise trio.BrokenResourceError(str(error)) from error
+    except ssl.SSLError as tls_error:
+        raise trio.BrokenResourceError(str(tls_error)) from tls_error
 
 
 CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"  # docker's names
@@ -141,29 +141,38 @@ class EngineAddress:
     @classmethod
     def find(cls, base_url: str | None, cert_path: str | os.PathLike[str] | None) -> EngineAddress:
         """The address of the settings, or else of docker's variables. Raises SandboxUnavailable."""
-        setting = "base_url" if base_url else "DOCKER_HOST"
-        url = base_url or os.environ.get("DOCKER_HOST") or _DEFAULT
+        setting_name = "base_url" if base_url else "DOCKER_HOST"
+        engine_url = base_url or os.environ.get("DOCKER_HOST") or _DEFAULT
         if cert_path is not None:
-            folder, folder_setting = Path(cert_path), "cert_path"
+            certificate_folder, folder_setting = Path(cert_path), "cert_path"
         else:
-            folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
+            certificate_folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
             folder_setting = "DOCKER_CERT_PATH" if os.environ.get("DOCKER_TLS_VERIFY") else ""
         try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise SandboxUnavailable(f"{setting} = {url!r}: {error}; give tcp://host:port") from None
-        if parts.scheme == "unix":
+            url_parts = urlsplit(engine_url)
+            host_name, port_number = url_parts.hostname, url_parts.port
+        except ValueError as url_error:
+            raise SandboxUnavailable(f"{setting_name} = {engine_url!r}: {url_error}; give tcp://host:port") from None
+        if url_parts.scheme == "unix":
             if cert_path is not None:
-                raise SandboxUnavailable(f"cert_path = {str(folder)!r}: {url} is no tcp:// address, so leave it out")
-            return cls(url=url, setting=setting)
-        if parts.scheme != "tcp":
-            raise SandboxUnavailable(f"{setting} = {url!r}: only unix:// and tcp:// addresses are supported")
-        host = f"[{host}]" if host and ":" in host else host or "localhost"
+                raise SandboxUnavailable(
+                    f"cert_path = {str(certificate_folder)!r}: {engine_url} is no tcp:// address, so leave it out"
+                )
+            return cls(url=engine_url, setting=setting_name)
+        if url_parts.scheme != "tcp":
+            raise SandboxUnavailable(
+                f"{setting_name} = {engine_url!r}: only unix:// and tcp:// addresses are supported"
+            )
+        host_name = f"[{host_name}]" if host_name and ":" in host_name else host_name or "localhost"
         if not folder_setting:
-            return cls(url=f"tcp://{host}:{port or 2375}", setting=setting)
-        tls, url = _context(folder, folder_setting), f"tcp://{host}:{port or 2376}"
-        return cls(url=url, setting=setting, certificates=folder, certificates_setting=folder_setting, tls=tls)
+            return cls(url=f"tcp://{host_name}:{port_number or 2375}", setting=setting_name)
+        return cls(
+            url=f"tcp://{host_name}:{port_number or 2376}",
+            setting=setting_name,
+            certificates=certificate_folder,
+            certificates_setting=folder_setting,
+            tls=_context(certificate_folder, folder_setting),
+        )
 
     def lost(self, why: str) -> str:
         """Say in one line that the engine does not answer, with the command that looks for it."""
@@ -171,113 +180,118 @@ class EngineAddress:
 
     def command(self, *words: str) -> str:
         """Return the command line with which docker's own client speaks with this engine."""
-        flags = ["--host", self.url]
-        if folder := self.certificates:
-            flags += ["--tlsverify", "--tlscacert", f"{folder / CA}"]
-            flags += ["--tlscert", f"{folder / CERTIFICATE}", "--tlskey", f"{folder / KEY}"]
-        return shlex.join(["docker", *flags, *words])
+        docker_flags = ["--host", self.url]
+        if certificate_folder := self.certificates:
+            docker_flags += ["--tlsverify", "--tlscacert", f"{certificate_folder / CA}"]
+            docker_flags += [
+                "--tlscert",
+                f"{certificate_folder / CERTIFICATE}",
+                "--tlskey",
+                f"{certificate_folder / KEY}",
+            ]
+        return shlex.join(["docker", *docker_flags, *words])
 
     async def connect(self) -> trio.abc.HalfCloseableStream:
         """A connection to the engine. Raises OSError, trio.BrokenResourceError."""
-        parts = urlsplit(self.url)
-        if parts.scheme == "unix":
-            return await trio.open_unix_socket(parts.path)
-        host = parts.hostname or ""
-        tcp = await trio.open_tcp_stream(host, parts.port or 0)
+        url_parts = urlsplit(self.url)
+        if url_parts.scheme == "unix":
+            return await trio.open_unix_socket(url_parts.path)
+        host_name = url_parts.hostname or ""
+        tcp_stream = await trio.open_tcp_stream(host_name, url_parts.port or 0)
         if self.tls is None:
-            return tcp
-        stream = TlsStream(tcp, self.tls, host)
+            return tcp_stream
+        tls_stream = TlsStream(tcp_stream, self.tls, host_name)
         try:
-            await stream.handshake()
+            await tls_stream.handshake()
         except BaseException:
-            await trio.aclose_forcefully(stream)
+            await trio.aclose_forcefully(tls_stream)
             raise
-        return stream
+        return tls_stream
 
     def api_version(self) -> str:
         """Ask the engine for the version of its API. Blocks. Raises SandboxUnavailable with what to do."""
-        nobody = f"no docker engine answers at {self.url}"
-        engine = http.client.HTTPConnection("docker", timeout=_ANSWER_S)
+        silence = f"no docker engine answers at {self.url}"
+        http_connection = http.client.HTTPConnection("docker", timeout=_ANSWER_S)
         try:
-            engine.sock = self._socket()
-            engine.request("GET", "/_ping")
-            answer = engine.getresponse()
-            words = answer.read(1 << 12).decode(errors="replace").strip()
-        except (OSError, http.client.HTTPException) as error:
-            silent = isinstance(error, TimeoutError)
-            problem = f"nothing within {_ANSWER_S:.0f} s" if silent else f"{type(error).__name__}: {error}"
-            problem = (
-                self._hint(error) or f"{problem}; start it, or correct {self.setting}; look: {self.command('version')}"
-            )
-            raise SandboxUnavailable(f"{nobody}: {' '.join(problem.split())}") from error
+            http_connection.sock = self._socket()
+            http_connection.request("GET", "/_ping")
+            ping_answer = http_connection.getresponse()
+            answer_text = ping_answer.read(1 << 12).decode(errors="replace").strip()
+        except (OSError, http.client.HTTPException) as http_error:
+            is_silent = isinstance(http_error, TimeoutError)
+            problem = f"nothing within {_ANSWER_S:.0f} s" if is_silent else f"{type(http_error).__name__}: {http_error}"
+            start_hint = f"{problem}; start it, or correct {self.setting}; look: {self.command('version')}"
+            problem = self._hint(http_error) or start_hint
+            raise SandboxUnavailable(f"{silence}: {' '.join(problem.split())}") from http_error
         finally:
-            engine.close()
-        version = answer.getheader("Api-Version")
-        if answer.status == 400 and "HTTPS" in words:
+            http_connection.close()
+        api_version = ping_answer.getheader("Api-Version")
+        if ping_answer.status == 400 and "HTTPS" in answer_text:
             raise SandboxUnavailable(
-                f"{nobody} in plain HTTP, it speaks TLS: set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH (or cert_path) "
+                f"{silence} in plain HTTP, it speaks TLS: set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH (or cert_path) "
                 f"to the folder of {CA}, {CERTIFICATE} and {KEY}"
             )
-        if answer.status != 200 or not version:
-            problem = f"{answer.status} {' '.join(words.split())[:200]!r}"
-            raise SandboxUnavailable(f"{nobody}: what is there says {problem}; correct {self.setting}")
-        return version
+        if ping_answer.status != 200 or not api_version:
+            problem = f"{ping_answer.status} {' '.join(answer_text.split())[:200]!r}"
+            raise SandboxUnavailable(f"{silence}: what is there says {problem}; correct {self.setting}")
+        return api_version
 
     def _socket(self) -> socket.socket:
-        parts = urlsplit(self.url)
-        if parts.scheme == "unix":
-            plain = socket.socket(socket.AF_UNIX)
-            plain.settimeout(_ANSWER_S)
+        url_parts = urlsplit(self.url)
+        if url_parts.scheme == "unix":
+            plain_socket = socket.socket(socket.AF_UNIX)
+            plain_socket.settimeout(_ANSWER_S)
             try:
-                plain.connect(parts.path)
+                plain_socket.connect(url_parts.path)
             except OSError:
-                plain.close()
+                plain_socket.close()
                 raise
-            return plain
-        plain = socket.create_connection((parts.hostname, parts.port), timeout=_ANSWER_S)
-        return self.tls.wrap_socket(plain, server_hostname=parts.hostname) if self.tls else plain
+            return plain_socket
+        plain_socket = socket.create_connection((url_parts.hostname, url_parts.port), timeout=_ANSWER_S)
+        return self.tls.wrap_socket(plain_socket, server_hostname=url_parts.hostname) if self.tls else plain_socket
 
     def _hint(self, error: Exception) -> str:
         """Explain an error of TLS and what to do; empty if the error is not about TLS."""
         if self.tls is None:
             return ""
-        folder = f"{self.certificates_setting} = {str(self.certificates)!r}"
+        folder_setting = f"{self.certificates_setting} = {str(self.certificates)!r}"
         if isinstance(error, ssl.SSLCertVerificationError):
             if error.verify_code in _WRONG_NAME:
                 return (
                     f"its certificate is for another name ({error.verify_message}); name the host in {self.setting} as "
                     "the certificate does, or make one whose subjectAltName has this name"
                 )
-            return f"its certificate is not trusted ({error.verify_message}); {CA} of {folder} must be the engine's CA"
+            problem = f"its certificate is not trusted ({error.verify_message})"
+            return f"{problem}; {CA} of {folder_setting} must be the engine's CA"
         if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
             return (
                 f"no TLS is spoken there; give the engine's TLS port (usually 2376) in {self.setting}, or leave "
                 f"{'cert_path' if self.certificates_setting == 'cert_path' else 'DOCKER_TLS_VERIFY'} out"
             )
         if isinstance(error, ssl.SSLError | ConnectionResetError | BrokenPipeError | http.client.RemoteDisconnected):
-            why = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
+            end_reason = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
             return (
-                f"it ends the connection ({why}); {CERTIFICATE} of {folder} must be signed by the engine's CA "
-                "(--tlscacert) and not be out of date"
+                f"it ends the connection ({end_reason}); {CERTIFICATE} of {folder_setting} must be signed by the "
+                "engine's CA (--tlscacert) and not be out of date"
             )
         return ""
 
 
 def _context(folder: Path, setting: str) -> ssl.SSLContext:
     """Trusts the folder's CA alone, checks names, and shows the folder's certificate."""
-    for name in (CA, CERTIFICATE, KEY):
-        if not (folder / name).is_file():
+    for file_name in (CA, CERTIFICATE, KEY):
+        if not (folder / file_name).is_file():
             raise SandboxUnavailable(
-                f"{setting} = {str(folder)!r}: there is no {name}; TLS needs {CA}, {CERTIFICATE} and {KEY} there"
+                f"{setting} = {str(folder)!r}: there is no {file_name}; TLS needs {CA}, {CERTIFICATE} and {KEY} there"
             )
     try:
         # With `cafile` alone: the CAs of the system are not trusted beside it. An engine gives root on its machine to
         # whoever speaks to it, and a certificate that any public CA signs is too little for that.
-        context = ssl.create_default_context(cafile=folder / CA)
-        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")  # never asks on the terminal
+        tls_context = ssl.create_default_context(cafile=folder / CA)
+        tls_context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")  # never asks on the terminal
     except (OSError, ValueError) as error:
         raise SandboxUnavailable(
             f"{setting} = {str(folder)!r}: {CA}, {CERTIFICATE} or {KEY} cannot be used ({error}); give PEM files, "
             "the key of this certificate and without a password"
         ) from error
-    return context
+    return tls_context

@@ -109,10 +109,10 @@ for folder in /workspace /tmp /dev/shm; do
 def checked_path(path: str) -> str:
     """A path as the box shall see it: below the work folder by its letters. Raises SandboxPathError."""
     try:
-        data = os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise SandboxPathError(f"{path!r} is no path: {error.reason}") from None
-    if b"\0" in data or len(data) > 4000:
+        path_bytes = os.fsencode(path)
+    except UnicodeEncodeError as encode_error:
+        raise SandboxPathError(f"{path!r} is no path: {encode_error.reason}") from None
+    if b"\0" in path_bytes or len(path_bytes) > 4000:
         raise SandboxPathError(f"{path[:100]!r} is no path: a NUL byte, or too long")
     if path.startswith("/"):
         if not (path + "/").startswith(WORKSPACE + "/"):
@@ -136,5 +136,5 @@ def shell_word(data: bytes, number: int = 0) -> tuple[str, str]:
     carries text only, so other bytes are spelled out in octal."""
     if is_text(data):
         return "", shlex.quote(data.decode())
-    octal = "".join(f"\\0{byte:03o}" for byte in data)
-    return f"w{number}=$(printf '%b_' '{octal}'); w{number}=${{w{number}%_}}; ", f'"$w{number}"'
+    octal_escapes = "".join(f"\\0{data_byte:03o}" for data_byte in data)
+    return f"w{number}=$(printf '%b_' '{octal_escapes}'); w{number}=${{w{number}%_}}; ", f'"$w{number}"'

@@ -45,22 +45,22 @@ class AsyncioLoop:
     async def call(self, make: Callable[[], Coroutine[Any, Any, T]], *, deadline_s: float) -> T:
         """The result of a coroutine that is made in the loop's thread. Raises what it raises, TimeoutError after
         `deadline_s`. A cancelled or late one is cancelled there, and not waited for."""
-        loop = self._started()
-        token, done = trio.lowlevel.current_trio_token(), trio.Event()
+        running_loop = self._started()
+        trio_token, call_done = trio.lowlevel.current_trio_token(), trio.Event()
 
         async def run() -> T:
             return await asyncio.wait_for(make(), deadline_s)
 
-        future = asyncio.run_coroutine_threadsafe(run(), loop)
-        future.add_done_callback(lambda _: _tell(token, done))
+        call_future = asyncio.run_coroutine_threadsafe(run(), running_loop)
+        call_future.add_done_callback(lambda _: _tell(trio_token, call_done))
         try:
             with trio.move_on_after(deadline_s + 5.0):  # a library may swallow its cancellation
-                await done.wait()
+                await call_done.wait()
         finally:
-            future.cancel()
-        if not done.is_set():
+            call_future.cancel()
+        if not call_done.is_set():
             raise TimeoutError(f"no answer within {deadline_s:.0f} s")
-        return future.result()
+        return call_future.result()
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -71,9 +71,9 @@ class AsyncioLoop:
 
     async def aclose(self) -> None:
         """End the thread; a call that hangs is left to it. Idempotent."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+        running_loop, self._loop = self._loop, None
+        if running_loop is not None:
+            running_loop.call_soon_threadsafe(running_loop.stop)
 
 
 def _tell(token: trio.lowlevel.TrioToken, done: trio.Event) -> None:
@@ -93,12 +93,12 @@ class RemoteBox:
     ) -> None:
         self.spec = spec
         self._remote, self._backend, self._mark = remote, backend, dict(mark)
-        place = "/tmp"
+        helper_place = "/tmp"
         if remote.own_machine:  # below a folder that this machine's janitor removes; its user may pass, not look
-            place = str(backend.folder())
+            helper_place = str(backend.folder())
             backend.folder().chmod(0o711)
-        work = None if remote.own_machine else WORKSPACE
-        self._helper = Helper(remote, backend.name, place=place, work=work, mark=self._mark)
+        work_folder = None if remote.own_machine else WORKSPACE
+        self._helper = Helper(remote, backend.name, place=helper_place, work=work_folder, mark=self._mark)
         self._work = self._helper.work
         self._files = RemoteFiles(self._helper, spec.limits.disk_bytes)
         self._running: set[_Job] = set()
@@ -111,13 +111,13 @@ class RemoteBox:
     async def open(self) -> None:
         """Make the work folder there, and lay the files of the spec. Raises SandboxError."""
         try:
-            reply = await self._helper.ask("setup", empty=not self._remote.own_machine)
-            if "error" in reply:
-                raise SandboxUnavailable(f"{self._backend.name}: no work folder {self._work}: {reply['error']}")
+            setup_reply = await self._helper.ask("setup", empty=not self._remote.own_machine)
+            if "error" in setup_reply:
+                raise SandboxUnavailable(f"{self._backend.name}: no work folder {self._work}: {setup_reply['error']}")
             if not self._remote.own_machine:
                 await self.beat()
-            for path, data in self.spec.files.items():
-                await self.write(path, data)
+            for file_path, file_bytes in self.spec.files.items():
+                await self.write(file_path, file_bytes)
         except BaseException:
             with trio.CancelScope(shield=True):
                 await self.close()
@@ -141,23 +141,23 @@ class RemoteBox:
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
-            job = await self._start(argv, stdin, cwd, env, wall_s)
-        except CommandRefused as refused:
-            return refused.result
+            command_job = await self._start(argv, stdin, cwd, env, wall_s)
+        except CommandRefused as refusal:
+            return refusal.result
         try:
             with policy_time():
-                result = await job.wait()
+                command_result = await command_job.wait()
         except BaseException:
             with trio.CancelScope(shield=True):
-                await job.abandon()
+                await command_job.abandon()
             raise
-        assert result is not None
+        assert command_result is not None
         # The supervisor in the box has moved the command's own deadline already. The deadlines around it lie in this
         # process, and have to move as well.
-        credit_host(result.starved_s)
-        if result.timed_out and result.starved_s >= HOST_DEADLINE_S:
-            raise starved_out(result.starved_s, result.cpu_s or 0.0)
-        return result
+        credit_host(command_result.starved_s)
+        if command_result.timed_out and command_result.starved_s >= HOST_DEADLINE_S:
+            raise starved_out(command_result.starved_s, command_result.cpu_s or 0.0)
+        return command_result
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -165,8 +165,8 @@ class RemoteBox:
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
             return await self._start(argv, None, cwd, env, math.inf)
-        except CommandRefused as refused:
-            return NeverStarted(refused.result)
+        except CommandRefused as refusal:
+            return NeverStarted(refusal.result)
 
     async def _start(
         self,
@@ -177,22 +177,24 @@ class RemoteBox:
         wall_s: float,
     ) -> _Job:
         self._helper.must_be_open()
-        words = checked_argv(argv)
-        home = {"HOME": self._work if self._remote.own_machine else "/tmp", "LANG": "C.UTF-8", "PATH": _PATH}
-        variables = checked_env({"TMPDIR": home["HOME"], **home, **self.spec.env, **(env or {}), **self._mark})
-        folder = os.fsencode(cwd or ".")
-        if b"\0" in folder:
+        arguments = checked_argv(argv)
+        home_variables = {"HOME": self._work if self._remote.own_machine else "/tmp", "LANG": "C.UTF-8", "PATH": _PATH}
+        variables = checked_env(
+            {"TMPDIR": home_variables["HOME"], **home_variables, **self.spec.env, **(env or {}), **self._mark}
+        )
+        working_folder = os.fsencode(cwd or ".")
+        if b"\0" in working_folder:
             raise CommandRefused("the folder holds a NUL byte")
-        folder = self._inside(folder)
-        job = _Job(self._helper, self._running, secrets.token_hex(8))
-        self._running.add(job)
+        working_folder = self._inside(working_folder)
+        command_job = _Job(self._helper, self._running, secrets.token_hex(8))
+        self._running.add(command_job)
         try:
             with trio.CancelScope(shield=True):  # a command that was started must be known
-                await self._launch(job, words, variables, folder, stdin, wall_s)
+                await self._launch(command_job, arguments, variables, working_folder, stdin, wall_s)
         except BaseException:
-            self._running.discard(job)
+            self._running.discard(command_job)
             raise
-        return job
+        return command_job
 
     async def _launch(
         self,
@@ -203,11 +205,11 @@ class RemoteBox:
         stdin: bytes | None,
         wall_s: float,
     ) -> None:
-        reply = await self._helper.ask(
+        start_reply = await self._helper.ask(
             "start",
             id=job.id,
-            argv=[text(word) for word in words],
-            env=[[text(key), text(value)] for key, value in variables.items()],
+            argv=[text(argument) for argument in words],
+            env=[[text(variable_name), text(variable_value)] for variable_name, variable_value in variables.items()],
             cwd=text(folder),
             stdin=text(stdin or b""),
             ends_stdin=stdin is not None,
@@ -216,25 +218,25 @@ class RemoteBox:
             limits=_bounds(self.spec.limits),
             again=False,
         )
-        if "error" in reply:
-            raise SandboxError(f"{self._backend.name}: a command cannot be started: {reply['error']}")
+        if "error" in start_reply:
+            raise SandboxError(f"{self._backend.name}: a command cannot be started: {start_reply['error']}")
 
     def _inside(self, path: bytes) -> bytes:
         """A path as the helper takes it: relative to the work folder."""
-        for root in (WORKSPACE.encode(), self._work.encode()):
-            if path == root or path.startswith(root + b"/"):
-                return path[len(root) :].lstrip(b"/") or b"."
+        for root_path in (WORKSPACE.encode(), self._work.encode()):
+            if path == root_path or path.startswith(root_path + b"/"):
+                return path[len(root_path) :].lstrip(b"/") or b"."
         return path
 
     # --- files --------------------------------------------------------------------------------------------------
 
     async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
-        bound = self.spec.limits.disk_bytes
-        data = await self._files.read(path, bound if most_bytes is None else min(most_bytes, bound))
-        if data is None:
+        most_read = self.spec.limits.disk_bytes
+        file_bytes = await self._files.read(path, most_read if most_bytes is None else min(most_bytes, most_read))
+        if file_bytes is None:
             raise SandboxPathError(f"{path!r}: Is a directory")
-        return data
+        return file_bytes
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file of the work folder, making parent folders as needed."""
@@ -243,57 +245,57 @@ class RemoteBox:
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or tree into the work folder."""
         self._helper.must_be_open()
-        path = trio.Path(source)
-        if await path.is_file():
-            await self._files.write(target, await path.read_bytes(), (await path.stat()).st_mode & 0o777)
+        source_path = trio.Path(source)
+        if await source_path.is_file():
+            await self._files.write(target, await source_path.read_bytes(), (await source_path.stat()).st_mode & 0o777)
             return
-        data = await trio.to_thread.run_sync(tar.pack, source, self.spec.limits.disk_bytes)
-        await self._files.unpack(target, data, clear=False)
+        packed_tree = await trio.to_thread.run_sync(tar.pack, source, self.spec.limits.disk_bytes)
+        await self._files.unpack(target, packed_tree, clear=False)
 
     async def download(self, source: str, target: Path) -> None:
         """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
         self._helper.must_be_open()
-        data = await self._files.read(source, self.spec.limits.disk_bytes)
-        if data is not None:
+        file_bytes = await self._files.read(source, self.spec.limits.disk_bytes)
+        if file_bytes is not None:
             await trio.Path(target.parent).mkdir(parents=True, exist_ok=True)
-            await trio.Path(target).write_bytes(data)
+            await trio.Path(target).write_bytes(file_bytes)
             return
-        tree = await self._files.pack(source)
-        await trio.to_thread.run_sync(tar.unpack, tree, target, self.spec.limits.disk_bytes)
+        packed_tree = await self._files.pack(source)
+        await trio.to_thread.run_sync(tar.unpack, packed_tree, target, self.spec.limits.disk_bytes)
 
     # --- copies of the box --------------------------------------------------------------------------------------
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
-        data = await self._files.pack()
-        name = secrets.token_hex(8)
-        path = self._backend.folder() / name
-        await trio.Path(path).write_bytes(data)
-        self._snapshots[name] = path
-        return name
+        packed_tree = await self._files.pack()
+        snapshot_id = secrets.token_hex(8)
+        snapshot_path = self._backend.folder() / snapshot_id
+        await trio.Path(snapshot_path).write_bytes(packed_tree)
+        self._snapshots[snapshot_id] = snapshot_path
+        return snapshot_id
 
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended."""
         self._helper.must_be_open()
-        snapshots = [box._snapshots[snapshot] for box in self._backend.boxes if snapshot in box._snapshots]
+        snapshots = [sibling._snapshots[snapshot] for sibling in self._backend.boxes if snapshot in sibling._snapshots]
         if not snapshots:
             raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
-        data = await trio.Path(snapshots[0]).read_bytes()
-        for job in list(self._running):
-            await job.kill()
-        await self._files.unpack(".", data, clear=True)
+        packed_tree = await trio.Path(snapshots[0]).read_bytes()
+        for running_job in list(self._running):
+            await running_job.kill()
+        await self._files.unpack(".", packed_tree, clear=True)
 
     async def fork(self) -> RemoteBox:
         """A new box with a copy of the work folder; processes are not copied."""
-        data = await self._files.pack()
-        twin = await self._backend.create(dataclasses.replace(self.spec, files={}))
+        packed_tree = await self._files.pack()
+        forked_box = await self._backend.create(dataclasses.replace(self.spec, files={}))
         try:
-            await twin._files.unpack(".", data, clear=True)
+            await forked_box._files.unpack(".", packed_tree, clear=True)
         except BaseException:
             with trio.CancelScope(shield=True):
-                await twin.close()
+                await forked_box.close()
             raise
-        return twin
+        return forked_box
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -310,10 +312,10 @@ class RemoteBox:
                     # stay.
                     await self._helper.ask("stop")
             finally:
-                for job in list(self._running):
-                    job.lost()
-                for path in self._snapshots.values():
-                    path.unlink(missing_ok=True)
+                for running_job in list(self._running):
+                    running_job.lost()
+                for snapshot_path in self._snapshots.values():
+                    snapshot_path.unlink(missing_ok=True)
                 self._snapshots.clear()
                 with host_time(self._backend.name), boundary(SandboxError, f"{self._backend.name}: closing a box:"):
                     await self._remote.close()
@@ -327,7 +329,7 @@ class _Job:
         self._helper, self._running, self.id = helper, running, id
         self._ask_s = helper.remote.most_wait_s
         self._numbers: dict[str, int] = {}
-        self._locks = {channel: trio.Lock() for channel in ("send", "receive", "wait", "kill")}
+        self._locks = {channel_name: trio.Lock() for channel_name in ("send", "receive", "wait", "kill")}
         self._result: ExecResult | None = None
         self._lost = trio.Event()
 
@@ -338,36 +340,36 @@ class _Job:
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
-        until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
+        wait_until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
         with policy_time():
             while True:
-                remaining_s = max(until - trio.current_time(), 0.0)
+                remaining_s = max(wait_until - trio.current_time(), 0.0)
                 try:
-                    reply = await self._query("receive", timeout_s=min(remaining_s, self._ask_s))
+                    output_reply = await self._query("receive", timeout_s=min(remaining_s, self._ask_s))
                 except SandboxError:
                     if self._helper.closed:
                         return b""  # it ended with the box
                     raise
-                data = base64.b64decode(reply.get("out", ""))
-                if data or remaining_s <= self._ask_s or "out" not in reply or await self._has_ended():
-                    return data
+                output_bytes = base64.b64decode(output_reply.get("out", ""))
+                if output_bytes or remaining_s <= self._ask_s or "out" not in output_reply or await self._has_ended():
+                    return output_bytes
 
     async def _has_ended(self) -> bool:
         return await self.wait(0.0) is not None
 
     async def wait(self, timeout_s: float | None = None) -> ExecResult | None:
         """How it ended, with output not yet received; None if it still runs after `timeout_s` seconds."""
-        until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
+        wait_until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
         with policy_time():
             while self._result is None:
-                remaining_s = max(until - trio.current_time(), 0.0)
-                reply = await self._query("wait", timeout_s=min(remaining_s, self._ask_s))
-                if reply.get("ended"):
-                    self._result = _result(reply)
+                remaining_s = max(wait_until - trio.current_time(), 0.0)
+                wait_reply = await self._query("wait", timeout_s=min(remaining_s, self._ask_s))
+                if wait_reply.get("ended"):
+                    self._result = _result(wait_reply)
                     self._running.discard(self)
-                elif "gone" in reply:
+                elif "gone" in wait_reply:
                     self._running.discard(self)
-                    raise SandboxLost(f"{self._helper.name}: a command is gone: {reply['gone']}")
+                    raise SandboxLost(f"{self._helper.name}: a command is gone: {wait_reply['gone']}")
                 elif remaining_s <= self._ask_s:
                     return None
         return self._result
@@ -376,9 +378,9 @@ class _Job:
         """End it and all it started. Idempotent."""
         if self._result is None:
             await self._query("kill")
-        result = await self.wait()
-        assert result is not None
-        return result
+        final_result = await self.wait()
+        assert final_result is not None
+        return final_result
 
     async def abandon(self) -> None:
         """End it without an answer: its caller is gone."""
@@ -400,33 +402,33 @@ class _Job:
         # The supervisor keeps the answer of the last number of each channel for a repeated call. Two calls at once
         # would take each other's.
         async with self._locks[channel]:
-            number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
-            answer: dict[str, Any] = {}
+            call_number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
+            supervisor_answer: dict[str, Any] = {}
             async with trio.open_nursery() as nursery:
 
                 async def stop() -> None:
                     await self._lost.wait()
                     nursery.cancel_scope.cancel()
 
-                failure: list[SandboxError] = []
+                failures: list[SandboxError] = []
                 nursery.start_soon(stop)
                 try:
-                    answer = await self._helper.ask(
+                    supervisor_answer = await self._helper.ask(
                         "ask",
                         id=self.id,
                         channel=channel,
-                        number=number,
+                        number=call_number,
                         wait_s=request.get("timeout_s", 0.0),
                         **request,
                     )
-                except SandboxError as error:
-                    failure.append(error)
+                except SandboxError as box_error:
+                    failures.append(box_error)
                 nursery.cancel_scope.cancel()
             if self._lost.is_set():
                 raise SandboxError("the box was closed while a command ran in it")
-            if failure:
-                raise failure[0]
-            return answer
+            if failures:
+                raise failures[0]
+            return supervisor_answer
 
 
 class RemoteBackend:
@@ -462,36 +464,36 @@ class RemoteBackend:
     async def create(self, spec: SandboxSpec | None = None) -> RemoteBox:
         """A new box. Raises SandboxUnavailable, SandboxError if the provider fails."""
         spec = spec or SandboxSpec()
-        remote = await self.connect(spec)
-        box = RemoteBox(remote, spec, self, mark=self.mark() if remote.own_machine else {})
-        self.boxes.add(box)
-        await box.open()
-        if not remote.own_machine and self._beating is None:
+        provider_box = await self.connect(spec)
+        new_box = RemoteBox(provider_box, spec, self, mark=self.mark() if provider_box.own_machine else {})
+        self.boxes.add(new_box)
+        await new_box.open()
+        if not provider_box.own_machine and self._beating is None:
             self._beating = trio.CancelScope()
             trio.lowlevel.spawn_system_task(self._beat, self._beating)
-        return box
+        return new_box
 
     async def _beat(self, scope: trio.CancelScope) -> None:
         """Show the boxes that their owner lives. One that cannot be reached fails as lost when it is used."""
         with scope:
             while self.boxes:
                 await trio.sleep(_WATCH_S / 4)
-                for box in list(self.boxes):
+                for living_box in list(self.boxes):
                     with suppress(SandboxError):
-                        await box.beat()
+                        await living_box.beat()
         self._beating = None
 
     async def aclose(self) -> None:
         """Give all boxes back. Idempotent."""
         with trio.CancelScope(shield=True):
-            for box in list(self.boxes):
-                await box.close()
+            for open_box in list(self.boxes):
+                await open_box.close()
             if self._beating is not None:
                 self._beating.cancel()
             await self.disconnect()
             if self._home is not None:
-                home, self._home = self._home, None
-                await trio.to_thread.run_sync(home.close)
+                home_folder, self._home = self._home, None
+                await trio.to_thread.run_sync(home_folder.close)
 
 
 def _own_processes() -> str:

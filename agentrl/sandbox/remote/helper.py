@@ -54,18 +54,18 @@ def become(uid):
 
 def inside(work, path):
     """A path below the work folder, its links followed. Raises OSError."""
-    root = os.path.realpath(work)
-    full = os.path.realpath(os.path.join(root, path))
-    if full != root and not full.startswith(root + b"/"):
+    real_root = os.path.realpath(work)
+    real_path = os.path.realpath(os.path.join(real_root, path))
+    if real_path != real_root and not real_path.startswith(real_root + b"/"):
         raise OSError(errno.EPERM, "leads out of the work folder")
-    return full
+    return real_path
 
 
 def memory_kills():
     """How often the kernel ended a process of this box for want of memory; 0 where it does not count that."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
-            return int(dict(line.split() for line in file)["oom_kill"])
+    for counter_path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError, KeyError), open(counter_path) as counter_file:
+            return int(dict(counter_line.split() for counter_line in counter_file)["oom_kill"])
     return 0
 
 
@@ -90,88 +90,91 @@ class CommandSupervisor:
 
     def run(self):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans of the command come to us, whatever they forked
-        pid, self.fds = self.spawn()
+        child_pid, self.fds = self.spawn()
         with contextlib.suppress(AttributeError, OSError):  # without it the end is seen a moment later
-            self.gone = os.pidfd_open(pid)
+            self.gone = os.pidfd_open(child_pid)
         deadline = self.began + self.request["wall_s"]
-        look = self.began + LOOK_S
+        next_look = self.began + LOOK_S
         while self.status is None:
             self.turn(POLL_S)
-            now = time.monotonic()
-            if now >= min(deadline, look) and self.starved_s < STARVED_S:
+            current_time = time.monotonic()
+            if current_time >= min(deadline, next_look) and self.starved_s < STARVED_S:
                 deadline += self.look()  # time without a processor is the host's, as in agentrl.host.cpu_time
-                look = now + LOOK_S
-            if now >= deadline:
+                next_look = current_time + LOOK_S
+            if current_time >= deadline:
                 self.timed_out = True
-                os.kill(pid, signal.SIGKILL)
+                os.kill(child_pid, signal.SIGKILL)
                 deadline = float("inf")
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self.status = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            ended_pid, wait_status = os.waitpid(child_pid, os.WNOHANG)
+            if ended_pid:
+                self.status = (
+                    128 + os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else os.WEXITSTATUS(wait_status)
+                )
         self.duration = time.monotonic() - self.began
         self.sweep()
-        until = time.monotonic() + DRAIN_S
-        while {"out", "err"} & set(self.fds) and time.monotonic() < until:
+        turn_until = time.monotonic() + DRAIN_S
+        while {"out", "err"} & set(self.fds) and time.monotonic() < turn_until:
             self.turn(POLL_S)
-        for name in ("out", "err"):
-            while name in self.fds and not self.truncated:  # what the command left, also where this machine was slow
-                self.take(name)
-        for name in list(self.fds):
-            self.shut(name)
+        for pipe_name in ("out", "err"):
+            # What the command left, also where this machine was slow.
+            while pipe_name in self.fds and not self.truncated:
+                self.take(pipe_name)
+        for pipe_name in list(self.fds):
+            self.shut(pipe_name)
         self.ended = True
-        until = time.monotonic() + KEPT_S
-        while time.monotonic() < until:
+        turn_until = time.monotonic() + KEPT_S
+        while time.monotonic() < turn_until:
             self.turn(1.0)
             self.sweep_waiting()
             if self.fetched():
-                until = min(until, time.monotonic() + 30.0)  # the answer may not have arrived
+                turn_until = min(turn_until, time.monotonic() + 30.0)  # the answer may not have arrived
 
     def fetched(self):
         return "wait" in self.answers and self.answers["wait"][1].get("ended")
 
     def spawn(self):
         pipes = [os.pipe() for _ in range(4)]  # stdin, stdout, stderr, what kept it from starting
-        pid = os.fork()
-        if pid == 0:
+        child_pid = os.fork()
+        if child_pid == 0:
             try:
                 self.child(pipes)
-            except BaseException as error:
-                code = 127 if isinstance(error, FileNotFoundError) else 126
-                text = error.strerror if isinstance(error, OSError) else str(error)
-                os.write(pipes[3][1], json.dumps([code, text or ""]).encode())
+            except BaseException as start_error:
+                exit_code = 127 if isinstance(start_error, FileNotFoundError) else 126
+                error_text = start_error.strerror if isinstance(start_error, OSError) else str(start_error)
+                os.write(pipes[3][1], json.dumps([exit_code, error_text or ""]).encode())
             os._exit(126)
-        ours = {"in": pipes[0][1], "out": pipes[1][0], "err": pipes[2][0]}
-        for fd in (pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][1]):
-            os.close(fd)
-        for fd in ours.values():
-            os.set_blocking(fd, False)
+        own_ends = {"in": pipes[0][1], "out": pipes[1][0], "err": pipes[2][0]}
+        for descriptor in (pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][1]):
+            os.close(descriptor)
+        for descriptor in own_ends.values():
+            os.set_blocking(descriptor, False)
         # This pipe closes by itself at the exec, so its end says that the command runs, and what comes before says why
         # it does not.
-        with os.fdopen(pipes[3][0], "rb") as report:
-            failure = report.read()
-        if failure:
-            code, text = json.loads(failure)
-            self.refused = code
-            self.err += f"sandbox: {text}\n".encode()
-        return pid, ours
+        with os.fdopen(pipes[3][0], "rb") as start_report:
+            start_failure = start_report.read()
+        if start_failure:
+            exit_code, error_text = json.loads(start_failure)
+            self.refused = exit_code
+            self.err += f"sandbox: {error_text}\n".encode()
+        return child_pid, own_ends
 
     def child(self, pipes):
         request, limits = self.request, self.request["limits"]
         os.setsid()
-        for target, fd in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
-            os.dup2(fd, target)
-        keep = pipes[3][1]
+        for standard_stream, descriptor in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
+            os.dup2(descriptor, standard_stream)
+        report_descriptor = pipes[3][1]
         # The supervisor's own descriptors, its socket above all: a command that held the listener could answer in the
         # supervisor's place.
-        for fd in range(3, 256):
-            if fd != keep:
+        for descriptor in range(3, 256):
+            if descriptor != report_descriptor:
                 with contextlib.suppress(OSError):
-                    os.close(fd)
-        for kind, bound in limits.items():
-            number = getattr(resource, kind)
-            hard = resource.getrlimit(number)[1]
-            bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-            resource.setrlimit(number, (bound, bound))
+                    os.close(descriptor)
+        for limit_name, soft_limit in limits.items():
+            number = getattr(resource, limit_name)
+            hard_limit = resource.getrlimit(number)[1]
+            soft_limit = soft_limit if hard_limit == resource.RLIM_INFINITY else min(soft_limit, hard_limit)
+            resource.setrlimit(number, (soft_limit, soft_limit))
         become(request["uid"])
         try:
             os.chdir(inside(raw(request["work"]), raw(request["cwd"])))
@@ -183,32 +186,32 @@ class CommandSupervisor:
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 with contextlib.suppress(OSError, ValueError):
                     signal.signal(number, signal.SIG_DFL)
-        env = {raw(key): raw(value) for key, value in request["env"]}
-        argv = [raw(each) for each in request["argv"]]
-        os.execvpe(argv[0], argv, env)
+        variables = {raw(variable_name): raw(variable_value) for variable_name, variable_value in request["env"]}
+        arguments = [raw(argument) for argument in request["argv"]]
+        os.execvpe(arguments[0], arguments, variables)
 
     refused = gone = None
 
     def turn(self, seconds):
         """Move what can be moved, and answer what can be answered."""
-        reading = [self.listener] + [self.fds[name] for name in ("out", "err") if name in self.fds]
+        reading = [self.listener] + [self.fds[pipe_name] for pipe_name in ("out", "err") if pipe_name in self.fds]
         if self.gone is not None and self.status is None:
             reading.append(self.gone)
         writing = [self.fds["in"]] if "in" in self.fds and self.stdin else []
         if "in" in self.fds and not self.stdin and self.close_stdin:
             self.shut("in")
-        ready, able, _ = select.select(reading, writing, [], seconds)
-        for name in ("out", "err"):
-            if self.fds.get(name) in ready:
-                self.take(name)
-        if able:
+        readable, writable, _ = select.select(reading, writing, [], seconds)
+        for pipe_name in ("out", "err"):
+            if self.fds.get(pipe_name) in readable:
+                self.take(pipe_name)
+        if writable:
             try:
                 del self.stdin[: os.write(self.fds["in"], self.stdin[:65536])]
             except BlockingIOError:
                 pass
             except OSError:
                 self.shut("in")
-        if self.listener in ready:
+        if self.listener in readable:
             self.accept()
         self.sweep_waiting()
 
@@ -218,16 +221,16 @@ class CommandSupervisor:
 
     def take(self, name):
         try:
-            data = os.read(self.fds[name], 65536)
+            new_bytes = os.read(self.fds[name], 65536)
         except OSError:
-            data = b""
-        if not data:
+            new_bytes = b""
+        if not new_bytes:
             self.shut(name)
             return
-        buffer = self.out if name == "out" else self.err
-        room = self.bound - len(buffer)
-        self.truncated = self.truncated or len(data) > room
-        buffer += data[: max(room, 0)]
+        output_buffer = self.out if name == "out" else self.err
+        free_bytes = self.bound - len(output_buffer)
+        self.truncated = self.truncated or len(new_bytes) > free_bytes
+        output_buffer += new_bytes[: max(free_bytes, 0)]
 
     def accept(self):
         connection, _ = self.listener.accept()
@@ -241,18 +244,18 @@ class CommandSupervisor:
 
     def sweep_waiting(self):
         still_waiting = []
-        for connection, request, until in self.waiting:
-            channel, number = request["channel"], request["number"]
-            if channel in self.answers and self.answers[channel][0] == number:
-                answer = self.answers[channel][1]  # a repeated request: the first answer did not arrive
+        for connection, request, answer_until in self.waiting:
+            channel, request_number = request["channel"], request["number"]
+            if channel in self.answers and self.answers[channel][0] == request_number:
+                own_answer = self.answers[channel][1]  # a repeated request: the first answer did not arrive
             else:
-                answer = self.answer(channel, request, time.monotonic() >= until)
-                if answer is None:
-                    still_waiting.append((connection, request, until))
+                own_answer = self.answer(channel, request, time.monotonic() >= answer_until)
+                if own_answer is None:
+                    still_waiting.append((connection, request, answer_until))
                     continue
-                self.answers[channel] = (number, answer)
+                self.answers[channel] = (request_number, own_answer)
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+                connection.sendall(json.dumps(own_answer).encode() + b"\n")
             connection.close()
         self.waiting = still_waiting
 
@@ -263,25 +266,25 @@ class CommandSupervisor:
             return {}
         if channel == "kill":
             if self.status is None:
-                for pid in self.descendants():
+                for descendant in self.descendants():
                     with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(descendant, signal.SIGKILL)
             return {}
         if channel == "receive":
             if not (self.out or self.ended or "out" not in self.fds or late):
                 return None
-            data, self.out = bytes(self.out), bytearray()
-            return {"out": b64(data)}
+            output_bytes, self.out = bytes(self.out), bytearray()
+            return {"out": b64(output_bytes)}
         if not (self.ended or late):
             return None
         if not self.ended:
             return {"ended": False}
-        code = self.refused if self.refused is not None else self.status
+        exit_code = self.refused if self.refused is not None else self.status
         return {
             "ended": True,
             "out": b64(bytes(self.out)),
             "err": b64(bytes(self.err)),
-            "code": 137 if self.timed_out else code,
+            "code": 137 if self.timed_out else exit_code,
             "timed_out": self.timed_out,
             "oom": self.status == 137 and not self.timed_out and memory_kills() > self.kills,
             "truncated": self.truncated,
@@ -292,53 +295,55 @@ class CommandSupervisor:
 
     def cpu_s(self):
         """CPU seconds of all that has ended so far: every descendant becomes a child of ours."""
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+        child_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return child_usage.ru_utime + child_usage.ru_stime
 
     def look(self):
         """The seconds since the last look in which the command could have run and got no processor."""
-        now, used, waits = time.monotonic(), self.cpu_s(), {}
-        for pid in self.descendants():
+        current_time, used_s, wait_by_thread = time.monotonic(), self.cpu_s(), {}
+        for descendant in self.descendants():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{pid}/stat", "rb") as file:
-                    words = file.read().rpartition(b")")[2].split()
-                used += sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
-                if int(words[16]) > os.getpriority(os.PRIO_PROCESS, 0):
+                with open(f"/proc/{descendant}/stat", "rb") as proc_file:
+                    stat_words = proc_file.read().rpartition(b")")[2].split()
+                used_s += sum(map(int, stat_words[11:15])) / os.sysconf("SC_CLK_TCK")
+                if int(stat_words[16]) > os.getpriority(os.PRIO_PROCESS, 0):
                     continue  # it lowered its own priority
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-                        waits[pid, thread] = int(file.read().split()[1]) / 1e9
-        looked, used_before, waits_before = self.looked
-        longest = max((wait - waits_before.get(key, 0.0) for key, wait in waits.items()), default=0.0)
-        starved = max(0.0, min(longest, now - looked - max(0.0, used - used_before)))
-        self.looked = (now, used, waits)
-        self.starved_s += starved
-        return starved
+                for thread_id in os.listdir(f"/proc/{descendant}/task"):
+                    with open(f"/proc/{descendant}/task/{thread_id}/schedstat", "rb") as proc_file:
+                        wait_by_thread[descendant, thread_id] = int(proc_file.read().split()[1]) / 1e9
+        last_look, used_before, waits_before = self.looked
+        longest_wait = max(
+            (wait_s - waits_before.get(thread_key, 0.0) for thread_key, wait_s in wait_by_thread.items()), default=0.0
+        )
+        starved_s = max(0.0, min(longest_wait, current_time - last_look - max(0.0, used_s - used_before)))
+        self.looked = (current_time, used_s, wait_by_thread)
+        self.starved_s += starved_s
+        return starved_s
 
     def descendants(self):
-        parents = {}
-        for name in os.listdir("/proc"):
-            if name.isdecimal():
+        parent_of = {}
+        for proc_name in os.listdir("/proc"):
+            if proc_name.isdecimal():
                 try:
-                    with open(f"/proc/{name}/stat", "rb") as file:
-                        words = file.read().rpartition(b")")[2].split()
+                    with open(f"/proc/{proc_name}/stat", "rb") as stat_file:
+                        stat_words = stat_file.read().rpartition(b")")[2].split()
                 except OSError:
                     continue
-                parents[int(name)] = int(words[1])
-        family, grown = {os.getpid()}, True
-        while grown:
-            more = {pid for pid, parent in parents.items() if parent in family} - family
-            family, grown = family | more, bool(more)
+                parent_of[int(proc_name)] = int(stat_words[1])
+        family, has_grown = {os.getpid()}, True
+        while has_grown:
+            new_members = {process_id for process_id, parent_id in parent_of.items() if parent_id in family} - family
+            family, has_grown = family | new_members, bool(new_members)
         return family - {os.getpid()}
 
     def sweep(self):
         """End all that the command started: every orphan of it is a child of ours."""
-        until = time.monotonic() + END_S
-        while time.monotonic() < until:
+        sweep_until = time.monotonic() + END_S
+        while time.monotonic() < sweep_until:
             remaining = self.descendants()
-            for pid in remaining:
+            for descendant in remaining:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(descendant, signal.SIGKILL)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -350,7 +355,7 @@ class CommandSupervisor:
 
 def start(request):
     """Start a command: a supervisor that outlives this call."""
-    path = os.path.join(request["state"], request["id"])
+    socket_path = os.path.join(request["state"], request["id"])
     listener = socket.socket(socket.AF_UNIX)
     os.chdir(request["state"])
     listener.bind(request["id"])
@@ -360,13 +365,13 @@ def start(request):
     os.setsid()
     if os.fork():
         os._exit(0)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd)
+    null_device = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null_device, descriptor)
     try:
         CommandSupervisor(request, listener).run()
     finally:
-        os.unlink(path)
+        os.unlink(socket_path)
         os._exit(0)
 
 
@@ -378,10 +383,10 @@ def ask(request):
         try:
             connection.connect(request["id"])
             connection.sendall(json.dumps(request).encode() + b"\n")
-            line = connection.makefile("rb").readline()
-        except OSError as error:
-            return {"gone": f"{error}"}
-    return json.loads(line) if line else {"gone": "the supervisor has ended"}
+            answer_line = connection.makefile("rb").readline()
+        except OSError as socket_error:
+            return {"gone": f"{socket_error}"}
+    return json.loads(answer_line) if answer_line else {"gone": "the supervisor has ended"}
 
 
 # --- files
@@ -389,12 +394,12 @@ def ask(request):
 
 def setup(request):
     os.makedirs(request["state"], mode=0o700, exist_ok=True)
-    work = raw(request["work"])
-    os.makedirs(work, exist_ok=True)
-    uid = request["uid"] if os.geteuid() == 0 else None
-    if uid is not None:
-        os.chown(work, uid, uid)
-    if len(os.listdir(work)) and request["empty"]:
+    work_folder = raw(request["work"])
+    os.makedirs(work_folder, exist_ok=True)
+    user_id = request["uid"] if os.geteuid() == 0 else None
+    if user_id is not None:
+        os.chown(work_folder, user_id, user_id)
+    if len(os.listdir(work_folder)) and request["empty"]:
         return {"error": "the work folder is not empty"}
     return {"pid_namespace": os.readlink("/proc/self/ns/pid"), "root": os.geteuid() == 0}
 
@@ -402,89 +407,93 @@ def setup(request):
 def read(request):
     """A piece of a file."""
     become(request["uid"])
-    path = inside(raw(request["work"]), raw(request["path"]))
-    if os.path.isdir(path):
+    file_path = inside(raw(request["work"]), raw(request["path"]))
+    if os.path.isdir(file_path):
         return {"folder": True}
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+    descriptor = os.open(file_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as open_file:
+        file_status = os.fstat(descriptor)
+        if not stat.S_ISREG(file_status.st_mode):
             raise OSError(errno.EPERM, "not a regular file")
-        if status.st_size > request["most"]:
+        if file_status.st_size > request["most"]:
             raise OSError(errno.EFBIG, f"larger than {request['most']} bytes")
-        file.seek(request["at"])
-        return {"data": b64(file.read(request["size"])), "size": status.st_size}
+        open_file.seek(request["at"])
+        return {"data": b64(open_file.read(request["size"])), "size": file_status.st_size}
 
 
 def write(request):
     """Write a file, or add to one that an earlier call began."""
     become(request["uid"])
-    work, path = raw(request["work"]), raw(request["path"])
-    folder, _, name = path.rpartition(b"/")
-    if name in (b"", b".", b".."):
+    work_folder, file_path = raw(request["work"]), raw(request["path"])
+    folder_path, _, file_name = file_path.rpartition(b"/")
+    if file_name in (b"", b".", b".."):
         raise OSError(errno.EISDIR, "is a folder")
-    parent = os.path.realpath(work)
-    for part in folder.split(b"/"):  # each part looked at before the next is made: none leads out
-        parent = inside(work, os.path.join(parent, part))
+    parent_path = os.path.realpath(work_folder)
+    for folder_name in folder_path.split(b"/"):  # each part looked at before the next is made: none leads out
+        parent_path = inside(work_folder, os.path.join(parent_path, folder_name))
         with contextlib.suppress(FileExistsError):
-            os.mkdir(parent)
-    full = inside(work, os.path.join(parent, name))
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if request["more"] else os.O_TRUNC)
-    fd = os.open(full, flags, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.mkdir(parent_path)
+    full_path = inside(work_folder, os.path.join(parent_path, file_name))
+    open_flags = (
+        os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if request["more"] else os.O_TRUNC)
+    )
+    descriptor = os.open(full_path, open_flags, 0o644)
+    with os.fdopen(descriptor, "wb") as open_file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EPERM, "not a regular file")
-        file.write(raw(request["data"]))
+        open_file.write(raw(request["data"]))
         if request["mode"] is not None:
-            os.fchmod(fd, request["mode"])
+            os.fchmod(descriptor, request["mode"])
     return {}
 
 
 def tar(request):
     """A folder as an archive in the state folder, or one of there into a folder; `clear` empties it first."""
-    work = raw(request["work"])
-    archive = os.path.join(request["state"], request["id"])
-    packs = request["packs"]
-    file = os.open(archive, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if packs else 0), 0o600)
-    pid = os.fork()
-    if pid == 0:
+    work_folder = raw(request["work"])
+    archive_path = os.path.join(request["state"], request["id"])
+    is_packing = request["packs"]
+    archive_descriptor = os.open(archive_path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if is_packing else 0), 0o600)
+    child_pid = os.fork()
+    if child_pid == 0:
         try:
             become(request["uid"])
-            folder = raw(request["path"])
-            if not packs:
-                for part in folder.split(b"/"):
-                    work = inside(work, os.path.join(work, part))
-                    os.makedirs(work, exist_ok=True)
-                os.chdir(work)
+            folder_path = raw(request["path"])
+            if not is_packing:
+                for folder_name in folder_path.split(b"/"):
+                    work_folder = inside(work_folder, os.path.join(work_folder, folder_name))
+                    os.makedirs(work_folder, exist_ok=True)
+                os.chdir(work_folder)
             else:
-                os.chdir(inside(work, folder))
+                os.chdir(inside(work_folder, folder_path))
             if request["clear"]:
                 subprocess.run(["chmod", "-R", "u+rwX", "."], stderr=subprocess.DEVNULL, check=False)
-                find = ["find", ".", "-mindepth", "1", "-maxdepth", "1", "-exec", "rm", "-rf", "--", "{}", "+"]
-                subprocess.run(find, stderr=subprocess.DEVNULL, check=False)
+                find_command = ["find", ".", "-mindepth", "1", "-maxdepth", "1", "-exec", "rm", "-rf", "--", "{}", "+"]
+                subprocess.run(find_command, stderr=subprocess.DEVNULL, check=False)
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["most"], request["most"]))
-            words = ["tar", "-cf", "-", "."] if packs else ["tar", "-xpf", "-", "--no-same-owner"]
-            os.dup2(file, 1 if packs else 0)
-            os._exit(min(subprocess.run(words, stderr=subprocess.DEVNULL, check=False).returncode & 127, 100))
+            tar_command = ["tar", "-cf", "-", "."] if is_packing else ["tar", "-xpf", "-", "--no-same-owner"]
+            os.dup2(archive_descriptor, 1 if is_packing else 0)
+            os._exit(min(subprocess.run(tar_command, stderr=subprocess.DEVNULL, check=False).returncode & 127, 100))
         except BaseException:
             os._exit(101)
-    code = os.waitpid(pid, 0)[1]
-    if code:
+    wait_status = os.waitpid(child_pid, 0)[1]
+    if wait_status:
         return {
-            "error": "the tree cannot be packed: too large, or not readable" if packs else "no space, or in the way"
+            "error": "the tree cannot be packed: too large, or not readable"
+            if is_packing
+            else "no space, or in the way"
         }
-    return {"size": os.fstat(file).st_size}
+    return {"size": os.fstat(archive_descriptor).st_size}
 
 
 def spool(request):
     """A piece of an archive in the state folder: read, or added."""
-    archive = os.path.join(request["state"], request["id"])
+    archive_path = os.path.join(request["state"], request["id"])
     if request["data"] is None:
-        with open(archive, "rb") as file:
-            file.seek(request["at"])
-            return {"data": b64(file.read(request["size"]))}
-    with open(archive, "ab") as file:
-        file.write(raw(request["data"]))
+        with open(archive_path, "rb") as archive_file:
+            archive_file.seek(request["at"])
+            return {"data": b64(archive_file.read(request["size"]))}
+    with open(archive_path, "ab") as archive_file:
+        archive_file.write(raw(request["data"]))
     return {}
 
 
@@ -496,15 +505,15 @@ def drop(request):
 
 def touch(request):
     """Say that the owner lives, and see that the box ends without it (see `watch`)."""
-    path = os.path.join(request["state"], "owner")
-    first = not os.path.exists(path)
-    with open(path, "a"):
-        os.utime(path)
-    if first and os.geteuid() == 0 and os.readlink("/proc/self/ns/pid") != request["not_in"]:
+    owner_path = os.path.join(request["state"], "owner")
+    is_first = not os.path.exists(owner_path)
+    with open(owner_path, "a"):
+        os.utime(owner_path)
+    if is_first and os.geteuid() == 0 and os.readlink("/proc/self/ns/pid") != request["not_in"]:
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                watch(path, request["seconds"])
+                watch(owner_path, request["seconds"])
             os._exit(0)
         return {"watched": True}
     return {"watched": False}
@@ -512,25 +521,25 @@ def touch(request):
 
 def watch(path, seconds):
     """End all of the box once its owner has shown no life for `seconds`."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd)
+    null_device = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null_device, descriptor)
     while time.time() - os.stat(path).st_mtime < seconds:
         time.sleep(min(seconds / 4, 10.0))
     # Process 1 too: in a container its end is the container's. Where it is not ours to signal, the rest ends all the
     # same.
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
-            os.kill(1, number)
-            os.kill(-1, number)
+            os.kill(1, signal_number)
+            os.kill(-1, signal_number)
         time.sleep(1.0)
 
 
 def stop(request):
     """End what the box's own processes are, and remove its folders: for a box whose machine stays."""
-    for name in os.listdir(request["state"]):
-        if not name.endswith(".tar"):
-            ask({"state": request["state"], "id": name, "channel": "kill", "number": -1})
+    for state_entry in os.listdir(request["state"]):
+        if not state_entry.endswith(".tar"):
+            ask({"state": request["state"], "id": state_entry, "channel": "kill", "number": -1})
     subprocess.run(["chmod", "-R", "u+rwX", raw(request["work"])], stderr=subprocess.DEVNULL, check=False)
     subprocess.run(["rm", "-rf", "--", raw(request["work"]), request["state"]], check=False)
     return {}
@@ -539,16 +548,16 @@ def stop(request):
 def main():
     argument = sys.argv[1]
     if argument.startswith("@"):
-        with open(argument[1:]) as file:
-            argument = file.read()
+        with open(argument[1:]) as request_file:
+            argument = request_file.read()
         os.unlink(sys.argv[1][1:])
     request = json.loads(base64.b64decode(argument))
     try:
         reply = globals()[request["do"]](request)
-    except OSError as error:
-        reply = {"error": error.strerror or str(error), "errno": error.errno}
-    except ValueError as error:
-        reply = {"error": str(error)}
+    except OSError as request_error:
+        reply = {"error": request_error.strerror or str(request_error), "errno": request_error.errno}
+    except ValueError as request_error:
+        reply = {"error": str(request_error)}
     print("agentrl " + json.dumps(reply), flush=True)
 
 

@@ -72,40 +72,46 @@ class Helper:
 
     async def ask(self, do: str, *, again: bool = True, wait_s: float = 0.0, **request: Any) -> dict[str, Any]:
         """One operation of the helper. Made again where the connection broke, if `again`. Raises SandboxLost."""
-        message = {"do": do, "state": self._state, "work": text(self.work.encode()), "uid": self._uid, **request}
-        request_text = text(json.dumps(message).encode())
-        until = trio.current_time() + _AGAIN_S
-        pause = 0.2
+        request_fields = {"do": do, "state": self._state, "work": text(self.work.encode()), "uid": self._uid, **request}
+        request_text = text(json.dumps(request_fields).encode())
+        repeat_until = trio.current_time() + _AGAIN_S
+        pause_s = 0.2
         while True:
             try:
                 with host_time(self.name, deadline_s=CALL_S + wait_s + 30.0):
                     return await self._call(request_text, wait_s)
             except SandboxError:
                 raise
-            except Exception as error:  # any kind: it is the provider's library that failed
+            except Exception as call_error:  # any kind: it is the provider's library that failed
                 # Only calls that may happen twice are made again: nobody knows whether the one that broke has reached
                 # the box, and a piece that is appended twice is another file.
-                if not again or trio.current_time() >= until or self.closed:
-                    raise SandboxLost(f"{self.name}: a call was not answered: {_words(error)}") from error
-            await trio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+                if not again or trio.current_time() >= repeat_until or self.closed:
+                    raise SandboxLost(f"{self.name}: a call was not answered: {_words(call_error)}") from call_error
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5.0)
 
     async def _call(self, request: str, wait_s: float) -> dict[str, Any]:
         argument, deadline_s = request, CALL_S + wait_s
         # Linux takes 128 KiB in one argument, and the helper's own text is one beside it.
         if len(request) > _INLINE:
-            path = f"{self._state}/{secrets.token_hex(8)}.request"
-            await self.remote.write_text(path, request, deadline_s=deadline_s)
-            argument = f"@{path}"
-        words = ["python3", "-I", "-c", _helper(), argument]
+            request_path = f"{self._state}/{secrets.token_hex(8)}.request"
+            await self.remote.write_text(request_path, request, deadline_s=deadline_s)
+            argument = f"@{request_path}"
+        helper_command = ["python3", "-I", "-c", _helper(), argument]
         if self._mark:
-            words = ["env", *(f"{key}={value}" for key, value in self._mark.items()), *words]
-        output = await self.remote.execute(words, deadline_s=deadline_s)
+            helper_command = [
+                "env",
+                *(f"{variable_name}={variable_value}" for variable_name, variable_value in self._mark.items()),
+                *helper_command,
+            ]
+        command_output = await self.remote.execute(helper_command, deadline_s=deadline_s)
         # The mark is searched for, since a provider's shell may greet before it and warn after it.
-        line = next((line for line in output.split("\n") if line.startswith("agentrl ")), None)
-        if line is None:
-            raise SandboxLost(f"the box answered {output[-300:]!r}: it needs python3 (3.9 or later)")
-        return json.loads(line.removeprefix("agentrl "))
+        answer_line = next(
+            (answer_line for answer_line in command_output.split("\n") if answer_line.startswith("agentrl ")), None
+        )
+        if answer_line is None:
+            raise SandboxLost(f"the box answered {command_output[-300:]!r}: it needs python3 (3.9 or later)")
+        return json.loads(answer_line.removeprefix("agentrl "))
 
 
 class RemoteFiles:
@@ -117,54 +123,70 @@ class RemoteFiles:
     async def read(self, path: str, most: int) -> bytes | None:
         """At most `most` bytes of a file; None for a folder."""
         self._helper.must_be_open()
-        name, data, size = text(os.fsencode(checked_path(path) or ".")), bytearray(), 1
-        while len(data) < size:
-            reply = await self._operate(path, "read", path=name, at=len(data), size=PIECE, most=most)
-            if reply.get("folder"):
+        encoded_path, file_bytes, file_size = text(os.fsencode(checked_path(path) or ".")), bytearray(), 1
+        while len(file_bytes) < file_size:
+            read_reply = await self._operate(path, "read", path=encoded_path, at=len(file_bytes), size=PIECE, most=most)
+            if read_reply.get("folder"):
                 return None
-            piece = base64.b64decode(reply["data"])
-            data += piece
-            size = min(reply["size"], most) if piece else 0
-        return bytes(data[:most])
+            file_piece = base64.b64decode(read_reply["data"])
+            file_bytes += file_piece
+            file_size = min(read_reply["size"], most) if file_piece else 0
+        return bytes(file_bytes[:most])
 
     async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
         """Write a file, making parent folders as needed."""
         self._helper.must_be_open()
         if len(data) > self._disk_bytes:
             raise SandboxPathError(f"{path!r} does not fit: {len(data)} bytes, {self._disk_bytes} there are")
-        name = text(os.fsencode(checked_path(path)))
-        for start in range(0, max(len(data), 1), PIECE):
-            piece = text(data[start : start + PIECE])
-            await self._operate(path, "write", path=name, data=piece, more=start > 0, mode=mode, again=start == 0)
+        encoded_path = text(os.fsencode(checked_path(path)))
+        for piece_start in range(0, max(len(data), 1), PIECE):
+            encoded_piece = text(data[piece_start : piece_start + PIECE])
+            await self._operate(
+                path,
+                "write",
+                path=encoded_path,
+                data=encoded_piece,
+                more=piece_start > 0,
+                mode=mode,
+                again=piece_start == 0,
+            )
 
     async def pack(self, path: str = ".") -> bytes:
         """An archive of a tree."""
-        name = f"{secrets.token_hex(8)}.tar"
-        where = text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self._disk_bytes + tar.OVERHEAD
+        archive_name = f"{secrets.token_hex(8)}.tar"
+        encoded_path = text(os.fsencode(checked_path(path) or "."))
+        most_bytes = 2 * self._disk_bytes + tar.OVERHEAD
         try:
-            reply = await self._operate(path, "tar", id=name, path=where, packs=True, clear=False, most=most)
-            data = bytearray()
-            while len(data) < reply["size"]:
-                piece = await self._operate(path, "spool", id=name, data=None, at=len(data), size=PIECE)
-                if not piece["data"]:
+            tar_reply = await self._operate(
+                path, "tar", id=archive_name, path=encoded_path, packs=True, clear=False, most=most_bytes
+            )
+            archive_bytes = bytearray()
+            while len(archive_bytes) < tar_reply["size"]:
+                spool_reply = await self._operate(
+                    path, "spool", id=archive_name, data=None, at=len(archive_bytes), size=PIECE
+                )
+                if not spool_reply["data"]:
                     raise SandboxPathError(f"{path!r}: its archive broke off")
-                data += base64.b64decode(piece["data"])
-            return bytes(data)
+                archive_bytes += base64.b64decode(spool_reply["data"])
+            return bytes(archive_bytes)
         finally:
-            await self._dropped(name)
+            await self._dropped(archive_name)
 
     async def unpack(self, path: str, data: bytes, *, clear: bool) -> None:
         """Lay an archive into a folder, in the place of its contents if `clear`."""
-        name = f"{secrets.token_hex(8)}.tar"
-        where = text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self._disk_bytes + tar.OVERHEAD
+        archive_name = f"{secrets.token_hex(8)}.tar"
+        encoded_path = text(os.fsencode(checked_path(path) or "."))
+        most_bytes = 2 * self._disk_bytes + tar.OVERHEAD
         try:
-            for start in range(0, len(data), PIECE):
-                await self._operate(path, "spool", id=name, data=text(data[start : start + PIECE]), again=False)
-            await self._operate(path, "tar", id=name, path=where, packs=False, clear=clear, most=most, again=False)
+            for piece_start in range(0, len(data), PIECE):
+                await self._operate(
+                    path, "spool", id=archive_name, data=text(data[piece_start : piece_start + PIECE]), again=False
+                )
+            await self._operate(
+                path, "tar", id=archive_name, path=encoded_path, packs=False, clear=clear, most=most_bytes, again=False
+            )
         finally:
-            await self._dropped(name)
+            await self._dropped(archive_name)
 
     async def _dropped(self, name: str) -> None:
         if not self._helper.closed:
@@ -174,11 +196,11 @@ class RemoteFiles:
     async def _operate(self, named: str, do: str, /, **request: Any) -> dict[str, Any]:
         """A file operation; a refusal raises SandboxPathError."""
         self._helper.must_be_open()
-        reply = await self._helper.ask(do, **request)
-        if "error" in reply:
+        helper_reply = await self._helper.ask(do, **request)
+        if "error" in helper_reply:
             self._helper.must_be_open()  # closed under the call: its folders are gone, and no path was wrong
-            raise SandboxPathError(f"{named!r}: {reply['error']}")
-        return reply
+            raise SandboxPathError(f"{named!r}: {helper_reply['error']}")
+        return helper_reply
 
 
 def text(data: bytes) -> str:

@@ -56,44 +56,46 @@ class Inspect(RemoteBackend):
 
     async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """One sample's environment."""
-        closed = self._kind == "docker" and self._config is None
-        if spec.network and closed:
+        is_closed = self._kind == "docker" and self._config is None
+        if spec.network and is_closed:
             raise SandboxUnavailable("inspect: this box is to have a network: give config=, a compose file with one")
         # Refused and not warned about: what such a box reaches is decided where we cannot look, and a spec without
         # `network` is a promise that the policy reaches nothing.
-        if not (closed or spec.network or self._network):
+        if not (is_closed or spec.network or self._network):
             raise SandboxUnavailable(
                 f"inspect: a box of {self._kind!r} may have a network, and this box is to have none: say network=true "
                 "if the policy may reach what it reaches, or take the backend bubblewrap or docker"
             )
-        config = self._config
-        if closed:
-            config = self._compose(spec)
+        config_file = self._config
+        if is_closed:
+            config_file = self._compose(spec)
         if self._kind == "local":
             warn("inspect: commands of the policy run on this machine WITHOUT a sandbox")
         if self._type is None:
             self._type = _environment_type(self._kind)
             if self._kind != "local":
                 with host_time("inspect_ai", deadline_s=_START_S), boundary(SandboxUnavailable, "inspect:"):
-                    await self._loop.call(lambda: self._type.task_init(_TASK, config), deadline_s=_START_S)
-        box = _Sample(self._loop, self._type, config, own_machine=self._kind == "local")
+                    await self._loop.call(lambda: self._type.task_init(_TASK, config_file), deadline_s=_START_S)
+        sample_box = _Sample(self._loop, self._type, config_file, own_machine=self._kind == "local")
         with host_time("inspect_ai", deadline_s=_START_S), boundary(SandboxUnavailable, "inspect: no box:"):
-            await box.start()
-        return box
+            await sample_box.start()
+        return sample_box
 
     def _compose(self, spec: SandboxSpec) -> str:
-        image, limits = spec.image or self._image, spec.limits
-        if image is None:
+        image_name, limits = spec.image or self._image, spec.limits
+        if image_name is None:
             raise SandboxUnavailable("inspect: docker needs an image: Inspect(image=...) or SandboxSpec(image=...)")
-        text = _COMPOSE.format(image=image, memory=limits.memory_bytes, pids=limits.pids + 24, cpus=limits.cpus)
-        file = self.folder() / f"compose-{abs(hash(text))}.yaml"
-        file.write_text(text)
-        return str(file)
+        compose_text = _COMPOSE.format(
+            image=image_name, memory=limits.memory_bytes, pids=limits.pids + 24, cpus=limits.cpus
+        )
+        compose_file = self.folder() / f"compose-{abs(hash(compose_text))}.yaml"
+        compose_file.write_text(compose_text)
+        return str(compose_file)
 
     async def disconnect(self) -> None:
         if self._type is not None and self._kind != "local":
-            kind, self._type = self._type, None
-            await self._loop.call(lambda: kind.task_cleanup(_TASK, self._config, True), deadline_s=_STOP_S)
+            environment_type, self._type = self._type, None
+            await self._loop.call(lambda: environment_type.task_cleanup(_TASK, self._config, True), deadline_s=_STOP_S)
         await self._loop.aclose()
 
 
@@ -119,13 +121,13 @@ class _Sample:
         return self._all.get("default") or next(iter(self._all.values()))
 
     async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
-        result: Any = await self._loop.call(
+        exec_result: Any = await self._loop.call(
             lambda: self._box.exec(
                 list(argv), cwd="/", timeout=max(int(deadline_s), 1), timeout_retry=False, concurrency=False
             ),
             deadline_s=deadline_s + 5.0,
         )
-        return str(result.stdout)
+        return str(exec_result.stdout)
 
     async def write_text(self, path: str, text: str, *, deadline_s: float) -> None:
         await self._loop.call(lambda: self._box.write_file(path, text), deadline_s=deadline_s)
@@ -133,20 +135,20 @@ class _Sample:
     async def close(self) -> None:
         """Give it back."""
         if self._all:
-            all_, self._all = self._all, {}
-            clean = self._type.sample_cleanup
-            await self._loop.call(lambda: clean(_TASK, self._config, all_, False), deadline_s=_STOP_S)
+            environments, self._all = self._all, {}
+            sample_cleanup = self._type.sample_cleanup
+            await self._loop.call(lambda: sample_cleanup(_TASK, self._config, environments, False), deadline_s=_STOP_S)
 
 
 def _environment_type(kind: str) -> Any:
     """The class of an environment. Raises SandboxUnavailable that says what to install."""
     try:
-        for module in ("docker.docker", "local"):  # its own kinds register as they are imported
-            importlib.import_module(f"inspect_ai.util._sandbox.{module}")
+        for module_name in ("docker.docker", "local"):  # its own kinds register as they are imported
+            importlib.import_module(f"inspect_ai.util._sandbox.{module_name}")
         registry: Any = importlib.import_module("inspect_ai.util._sandbox.registry")
-    except ImportError as error:
+    except ImportError as import_error:
         raise SandboxUnavailable(
-            f"inspect: inspect_ai is not installed ({error}): {install_command('inspect')}"
+            f"inspect: inspect_ai is not installed ({import_error}): {install_command('inspect')}"
         ) from None
     with boundary(SandboxUnavailable, "inspect:"):
         return registry.registry_find_sandboxenv(kind)

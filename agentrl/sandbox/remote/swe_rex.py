@@ -53,18 +53,18 @@ class SweRex(RemoteBackend):
                 "swe-rex: its boxes have a network, and this box is to have none: say network=true if the policy may "
                 "reach what the deployment reaches, or take the backend bubblewrap or docker"
             )
-        options, image = dict(self._options), spec.image or self._image
-        local = self._deployment == "local"
-        if image is not None and not local:
-            options["image"] = image
+        deployment_options, image_name = dict(self._options), spec.image or self._image
+        is_local = self._deployment == "local"
+        if image_name is not None and not is_local:
+            deployment_options["image"] = image_name
         with boundary(SandboxUnavailable, "swe-rex:"):
-            make = _maker(self._deployment, options)
-        if local:
+            make_deployment = _maker(self._deployment, deployment_options)
+        if is_local:
             warn("swe-rex: commands of the policy run on this machine WITHOUT a sandbox")
-        box = _Deployment(self._loop, blocking=local)
+        deployed_box = _Deployment(self._loop, blocking=is_local)
         with host_time("SWE-ReX", deadline_s=_START_S + 10.0), boundary(SandboxUnavailable, "swe-rex: no box:"):
-            await box.start(make)
-        return box
+            await deployed_box.start(make_deployment)
+        return deployed_box
 
     async def disconnect(self) -> None:
         await self._loop.aclose()
@@ -92,13 +92,15 @@ class _Deployment:
             raise
 
     async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
-        command = _library("runtime.abstract").Command(command=list(argv), timeout=deadline_s)
-        response: Any = await self._call(lambda: self._deployment.runtime.execute(command), deadline_s=deadline_s)
+        swerex_command = _library("runtime.abstract").Command(command=list(argv), timeout=deadline_s)
+        response: Any = await self._call(
+            lambda: self._deployment.runtime.execute(swerex_command), deadline_s=deadline_s
+        )
         return str(response.stdout)
 
     async def write_text(self, path: str, text: str, *, deadline_s: float) -> None:
-        request = _library("runtime.abstract").WriteFileRequest(path=path, content=text)
-        await self._call(lambda: self._deployment.runtime.write_file(request), deadline_s=deadline_s)
+        write_request = _library("runtime.abstract").WriteFileRequest(path=path, content=text)
+        await self._call(lambda: self._deployment.runtime.write_file(write_request), deadline_s=deadline_s)
 
     async def close(self) -> None:
         """Stop the deployment."""
@@ -116,8 +118,8 @@ class _Deployment:
 def _maker(kind: str, options: Mapping[str, Any]) -> Callable[[], Any]:
     """Return the function that makes a deployment of a kind. Raises SandboxUnavailable without SWE-ReX, a ValueError
     for wrong options."""
-    config = _library("deployment.config")
-    deployment: Any = getattr(config, f"{kind.capitalize()}DeploymentConfig")(**options)
+    config_module = _library("deployment.config")
+    deployment: Any = getattr(config_module, f"{kind.capitalize()}DeploymentConfig")(**options)
     return deployment.get_deployment
 
 
