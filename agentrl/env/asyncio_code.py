@@ -80,34 +80,34 @@ async def in_asyncio(function: Callable[..., Awaitable[T]], *args: Any, **kwargs
     EnvError if it ends itself by asyncio's cancellation or asks Python to exit."""
     if not trio.lowlevel.in_trio_task():
         return await function(*args, **kwargs)
-    token, ended = trio.lowlevel.current_trio_token(), trio.Event()
+    trio_token, task_ended = trio.lowlevel.current_trio_token(), trio.Event()
 
     def report() -> None:
         with contextlib.suppress(trio.RunFinishedError):  # nobody waits any more
-            token.run_sync_soon(ended.set)
+            trio_token.run_sync_soon(task_ended.set)
 
     async def body() -> T:
         try:
             return await explained(function, function(*args, **kwargs))
-        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop of all episodes
-            raise EnvError(f"{name_of(function)} called sys.exit, which would end the process") from error
+        except (SystemExit, KeyboardInterrupt) as exit_error:  # either would end the loop of all episodes
+            raise EnvError(f"{name_of(function)} called sys.exit, which would end the process") from exit_error
         finally:
             report()  # here, since the future counts as done as soon as it is cancelled, before the task has cleaned up
 
-    task = asyncio.run_coroutine_threadsafe(body(), _SHARED.loop())
+    asyncio_task = asyncio.run_coroutine_threadsafe(body(), _SHARED.loop())
     try:
-        await ended.wait()
+        await task_ended.wait()
     except trio.Cancelled:
-        task.cancel()
+        asyncio_task.cancel()
         # Shielded, as this runs because of a cancellation: a task that is left alone at once would still hold its
         # sandbox or its connection when the episode is played anew.
         with trio.move_on_after(GRACE_S, shield=True):
-            await ended.wait()
+            await task_ended.wait()
         raise
     try:
-        return await trio.to_thread.run_sync(task.result)  # it is there, or comes in the loop's next turn
-    except concurrent.futures.CancelledError as error:
-        raise EnvError(f"{name_of(function)} was cancelled by its own asyncio code") from error
+        return await trio.to_thread.run_sync(asyncio_task.result)  # it is there, or comes in the loop's next turn
+    except concurrent.futures.CancelledError as cancel_error:
+        raise EnvError(f"{name_of(function)} was cancelled by its own asyncio code") from cancel_error
 
 
 _OF_ASYNCIO: Final = (
@@ -138,10 +138,10 @@ def adapted(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]
 
     @functools.wraps(function)
     async def method(self: Any, *args: Any, **kwargs: Any) -> T:
-        bound = types.MethodType(function, self)
-        if uses_asyncio(bound):
-            return await in_asyncio(bound, *args, **kwargs)
-        return await explained(bound, bound(*args, **kwargs))
+        bound_method = types.MethodType(function, self)
+        if uses_asyncio(bound_method):
+            return await in_asyncio(bound_method, *args, **kwargs)
+        return await explained(bound_method, bound_method(*args, **kwargs))
 
     return method
 
@@ -150,51 +150,64 @@ async def explained(function: Any, awaitable: Awaitable[T]) -> T:
     """Await; an error for want of the other library's loop says what to do. Raises EnvError for that."""
     try:
         return await awaitable
-    except (RuntimeError, TypeError) as error:
-        hint = next((hint for begin, hint in _OTHER_LOOP.items() if str(error).startswith(begin)), None)
-        if hint is None:
+    except (RuntimeError, TypeError) as loop_error:
+        explanation = next(
+            (
+                explanation
+                for error_start, explanation in _OTHER_LOOP.items()
+                if str(loop_error).startswith(error_start)
+            ),
+            None,
+        )
+        if explanation is None:
             raise
-        raise EnvError(f"{name_of(function)} {hint}") from error
+        raise EnvError(f"{name_of(function)} {explanation}") from loop_error
 
 
 def uses_asyncio(function: Any) -> bool:
     """Whether an async function is written with asyncio: its author says so, or its code, or that of the async
     functions of its module and its object that it names, uses asyncio's loop or a library that is built on it."""
-    owner, inner = _unwrapped(function)
-    if not inspect.isfunction(inner) or inner.__module__.startswith("agentrl."):
+    method_owner, plain_function = _unwrapped(function)
+    if not inspect.isfunction(plain_function) or plain_function.__module__.startswith("agentrl."):
         return False
-    stated = getattr(inner, _MARK, None)
-    if stated is None and (library := getattr(owner, "async_library", None)) is not None:
-        stated = library == "asyncio"
-    kind: type | None = None if owner is None else owner.__class__
-    return bool(stated) if stated is not None else _reads_asyncio(kind, inner)
+    stated_answer = getattr(plain_function, _MARK, None)
+    if stated_answer is None and (library := getattr(method_owner, "async_library", None)) is not None:
+        stated_answer = library == "asyncio"
+    owner_class: type | None = None if method_owner is None else method_owner.__class__
+    return bool(stated_answer) if stated_answer is not None else _reads_asyncio(owner_class, plain_function)
 
 
 @functools.lru_cache(maxsize=4_096)
 def _reads_asyncio(owner: type | None, function: Any) -> bool:
-    seen, pending = set[Any](), [function]
+    read_codes, unread_functions = set[Any](), [function]
     # Bounded: the names of a large module lead anywhere, and a wrong "no" is explained by an error that says what to
     # write, while an endless search would be a hang at the first episode.
-    while pending and len(seen) < 64:
-        current = pending.pop()
-        code, names = current.__code__, current.__globals__
-        if code in seen:
+    while unread_functions and len(read_codes) < 64:
+        next_function = unread_functions.pop()
+        function_code, global_names = next_function.__code__, next_function.__globals__
+        if function_code in read_codes:
             continue
-        seen.add(code)
-        words = set(_words(code))
-        if "asyncio" in words and words & _RUNTIME and _is_asyncio(names.get("asyncio", asyncio)):
+        read_codes.add(function_code)
+        code_names = set(_words(function_code))
+        if "asyncio" in code_names and code_names & _RUNTIME and _is_asyncio(global_names.get("asyncio", asyncio)):
             return True
-        if any(map(_is_built_on_asyncio, _imported(code))):
+        if any(map(_is_built_on_asyncio, _imported(function_code))):
             return True
-        for word in words:
-            value = names.get(word)
-            origin = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
-            if _is_built_on_asyncio(origin) or (origin.startswith("asyncio") and word in _RUNTIME):
+        for code_name in code_names:
+            global_value = global_names.get(code_name)
+            module_name = (
+                global_value.__name__
+                if isinstance(global_value, types.ModuleType)
+                else getattr(global_value, "__module__", None) or ""
+            )
+            if _is_built_on_asyncio(module_name) or (module_name.startswith("asyncio") and code_name in _RUNTIME):
                 return True
-            helper: Any = value if inspect.iscoroutinefunction(value) else getattr(owner, word, None)
-            helper = inspect.unwrap(helper) if inspect.isfunction(helper) else None
-            if inspect.iscoroutinefunction(helper) and not helper.__module__.startswith(_FOREIGN):
-                pending.append(helper)
+            helper_function: Any = (
+                global_value if inspect.iscoroutinefunction(global_value) else getattr(owner, code_name, None)
+            )
+            helper_function = inspect.unwrap(helper_function) if inspect.isfunction(helper_function) else None
+            if inspect.iscoroutinefunction(helper_function) and not helper_function.__module__.startswith(_FOREIGN):
+                unread_functions.append(helper_function)
     return False
 
 
@@ -209,14 +222,16 @@ def _is_built_on_asyncio(module: str) -> bool:
 def _words(code: types.CodeType) -> Iterator[str]:
     """The names that a function's code reads, with those of the functions within it."""
     yield from code.co_names
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            yield from _words(value)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _words(constant)
 
 
 def _imported(code: types.CodeType) -> list[str]:
     """The modules that a function imports itself."""
-    return [str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+    return [
+        str(instruction.argval) for instruction in dis.get_instructions(code) if instruction.opname == "IMPORT_NAME"
+    ]
 
 
 def _unwrapped(function: Any) -> tuple[Any, Any]:
@@ -225,11 +240,11 @@ def _unwrapped(function: Any) -> tuple[Any, Any]:
         function = cast("functools.partial[Any]", function).func
     if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
         function = getattr(function, "__call__", function)  # noqa: B004  (an object whose class writes it)
-    owner = getattr(function, "__self__", None)
-    return owner, getattr(function, "__func__", function)
+    method_owner = getattr(function, "__self__", None)
+    return method_owner, getattr(function, "__func__", function)
 
 
 def name_of(function: Any) -> str:
     """A function's name for an error."""
-    _, inner = _unwrapped(function)
-    return getattr(inner, "__qualname__", repr(function))
+    _, plain_function = _unwrapped(function)
+    return getattr(plain_function, "__qualname__", repr(function))

@@ -54,17 +54,17 @@ def text_of(content: Any) -> str:
         return content or ""
     if not isinstance(content, list):
         raise TypeError(f"content is a {type(content).__name__}, not text")
-    parts: list[str] = []
-    for part in cast("list[Any]", content):
-        if isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, Mapping):
-            fields = cast("Mapping[str, Any]", part)
-            text = fields.get("text")
-            parts.append(text if isinstance(text, str) else f"[{fields.get('type', 'content')}]")
+    part_texts: list[str] = []
+    for content_part in cast("list[Any]", content):
+        if isinstance(content_part, str):
+            part_texts.append(content_part)
+        elif isinstance(content_part, Mapping):
+            part_fields = cast("Mapping[str, Any]", content_part)
+            part_text = part_fields.get("text")
+            part_texts.append(part_text if isinstance(part_text, str) else f"[{part_fields.get('type', 'content')}]")
         else:
-            raise TypeError(f"a part of a content is a {type(part).__name__}, not text")
-    return "\n".join(parts)
+            raise TypeError(f"a part of a content is a {type(content_part).__name__}, not text")
+    return "\n".join(part_texts)
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
@@ -76,43 +76,46 @@ def plain_message(message: Mapping[str, Any]) -> Message:
     another shape, for a part of a content that is not known, and for two different thoughts."""
     if not isinstance(cast("object", message), Mapping):
         raise TypeError(f"a message is a {type(message).__name__}, not an object")
-    plain: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
-    if "role" not in plain and "from" in plain:
+    plain_fields: dict[str, Any] = {
+        field_name: field_value for field_name, field_value in message.items() if field_value is not None
+    }
+    if "role" not in plain_fields and "from" in plain_fields:
         # Refused and not translated: data sets with `from` and `value` name their roles as they like ("human", "gpt",
         # "function_response"), and a wrong guess would train the user's words.
         raise TypeError("a message has 'from' in the place of 'role': write role and content, as OpenAI's API does")
-    if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise TypeError(f"a message has role = {plain.get('role')!r:.40}: give system, user, assistant or tool")
-    _merge_thoughts(plain)
-    if not plain.get("content") and isinstance(plain.get("refusal"), str):  # OpenAI's models refuse in a key of its own
-        plain["content"] = plain.pop("refusal")
-    _read_content(plain)
-    if "function_call" in plain:
-        call: Any = plain.pop("function_call")
-        if plain.get("tool_calls"):
+    if not isinstance(plain_fields.get("role"), str) or not plain_fields["role"]:
+        raise TypeError(f"a message has role = {plain_fields.get('role')!r:.40}: give system, user, assistant or tool")
+    _merge_thoughts(plain_fields)
+    # OpenAI's models refuse in a key of its own.
+    if not plain_fields.get("content") and isinstance(plain_fields.get("refusal"), str):
+        plain_fields["content"] = plain_fields.pop("refusal")
+    _read_content(plain_fields)
+    if "function_call" in plain_fields:
+        function_call: Any = plain_fields.pop("function_call")
+        if plain_fields.get("tool_calls"):
             raise TypeError("a message has function_call beside tool_calls: give tool_calls alone")
-        plain["tool_calls"] = [{"function": call}]
-    if plain.get("role") == "function":
-        plain["role"] = "tool"
-    calls: Any = plain.pop("tool_calls", None)
-    if isinstance(calls, str):
-        calls = _decoded(calls, "tool_calls") if calls.strip() else []
-    if calls is not None and not isinstance(calls, list):
-        raise TypeError(f"tool_calls is a {type(calls).__name__}, not a list")
-    if calls:
-        plain["tool_calls"] = [_plain_call(call) for call in cast("list[Any]", calls)]
-    return cast("Message", plain)
+        plain_fields["tool_calls"] = [{"function": function_call}]
+    if plain_fields.get("role") == "function":
+        plain_fields["role"] = "tool"
+    tool_calls: Any = plain_fields.pop("tool_calls", None)
+    if isinstance(tool_calls, str):
+        tool_calls = _decoded(tool_calls, "tool_calls") if tool_calls.strip() else []
+    if tool_calls is not None and not isinstance(tool_calls, list):
+        raise TypeError(f"tool_calls is a {type(tool_calls).__name__}, not a list")
+    if tool_calls:
+        plain_fields["tool_calls"] = [_plain_call(tool_call) for tool_call in cast("list[Any]", tool_calls)]
+    return cast("Message", plain_fields)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Each of them as `plain_message` has it. A TypeError names the message by its number, from 0 on."""
-    plain: list[Message] = []
-    for number, message in enumerate(messages):
+    converted: list[Message] = []
+    for message_index, message in enumerate(messages):
         try:
-            plain.append(plain_message(message))
-        except TypeError as error:
-            raise TypeError(f"message {number}: {error}") from None
-    return tuple(plain)
+            converted.append(plain_message(message))
+        except TypeError as shape_error:
+            raise TypeError(f"message {message_index}: {shape_error}") from None
+    return tuple(converted)
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
@@ -120,22 +123,30 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     ValueError for a mark that is neither 0 nor 1, for marks that disagree, and for a key that reads like a mark and is
     none of them: nobody can tell whether `mask = 1` stands for trained or for masked, and a guess may teach what was
     marked as wrong."""
-    for key, value in message.items():
+    for mark_name, mark_value in message.items():
         # A mark that is not known is worse than none: the message would be trained although its author excluded it, and
         # no figure of the run would show it (law 8).
-        if value is not None and key not in TRAINING_MARKS and not _MARK_WORDS.isdisjoint(key.lower().split("_")):
-            raise ValueError(f"{key} = {value!r:.40} reads like a mark of what is trained: give weight, 0 or 1")
-    marks: dict[str, bool] = {}
-    for key in TRAINING_MARKS:
-        value: Any = message.get(key)
-        if value is None:
+        if (
+            mark_value is not None
+            and mark_name not in TRAINING_MARKS
+            and not _MARK_WORDS.isdisjoint(mark_name.lower().split("_"))
+        ):
+            raise ValueError(
+                f"{mark_name} = {mark_value!r:.40} reads like a mark of what is trained: give weight, 0 or 1"
+            )
+    marks_by_name: dict[str, bool] = {}
+    for mark_name in TRAINING_MARKS:
+        mark_value: Any = message.get(mark_name)
+        if mark_value is None:
             continue
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise ValueError(f"{key} = {value!r:.40}: give 0 (context only) or 1 (trained)")
-        marks[key] = bool(value)
-    if len(set(marks.values())) > 1:
-        raise ValueError(f"{' and '.join(marks)} disagree about whether the message is trained: give one of them")
-    return next(iter(marks.values()), True)
+        if not isinstance(mark_value, bool | int | float) or mark_value not in (0, 1):
+            raise ValueError(f"{mark_name} = {mark_value!r:.40}: give 0 (context only) or 1 (trained)")
+        marks_by_name[mark_name] = bool(mark_value)
+    if len(set(marks_by_name.values())) > 1:
+        raise ValueError(
+            f"{' and '.join(marks_by_name)} disagree about whether the message is trained: give one of them"
+        )
+    return next(iter(marks_by_name.values()), True)
 
 
 def arguments_of(value: Any) -> Any:
@@ -157,30 +168,29 @@ def plain_tools(tools: Any) -> list[Mapping[str, Json]]:
         return []
     if not isinstance(tools, list):
         raise TypeError(f"tools is a {type(tools).__name__}: give a list of function schemas")
-    schemas: list[Mapping[str, Json]] = []
-    for number, tool in enumerate(cast("list[Any]", tools)):
-        if isinstance(tool, str):
-            tool = _decoded(tool, f"tools[{number}]")
-        if not isinstance(tool, Mapping):
-            raise TypeError(f"tools[{number}] is a {type(tool).__name__}, not an object")
-        schema = cast("dict[str, Any]", _without_padding(dict(cast("Mapping[str, Any]", tool))))
-        if "function" in schema and schema.get("type", "function") != "function":
-            raise TypeError(f"tools[{number}].type = {schema['type']!r:.40}: give tools of type function")
-        function: Any = schema.get("function", schema)
+    tool_schemas: list[Mapping[str, Json]] = []
+    for tool_index, listed_tool in enumerate(cast("list[Any]", tools)):
+        if isinstance(listed_tool, str):
+            listed_tool = _decoded(listed_tool, f"tools[{tool_index}]")
+        if not isinstance(listed_tool, Mapping):
+            raise TypeError(f"tools[{tool_index}] is a {type(listed_tool).__name__}, not an object")
+        tool_schema = cast("dict[str, Any]", _without_padding(dict(cast("Mapping[str, Any]", listed_tool))))
+        if "function" in tool_schema and tool_schema.get("type", "function") != "function":
+            raise TypeError(f"tools[{tool_index}].type = {tool_schema['type']!r:.40}: give tools of type function")
+        function: Any = tool_schema.get("function", tool_schema)
         if isinstance(function, dict) and isinstance(
             parameters := cast("dict[str, Any]", function).get("parameters"), str
         ):
-            function["parameters"] = _decoded(parameters, f"tools[{number}].parameters")
-        for key in ("input_schema", "inputSchema") if isinstance(function, dict) else ():
-            if key in function:  # of Anthropic's API and of MCP; a template would show no parameters
-                raise TypeError(
-                    f"tools[{number}] has {key!r} in the place of 'parameters': give OpenAI's function schema"
-                )
-        name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"tools[{number}] has no name: give {{'type': 'function', 'function': {{'name': …}}}}")
-        schemas.append(schema)
-    return schemas
+            function["parameters"] = _decoded(parameters, f"tools[{tool_index}].parameters")
+        for foreign_key in ("input_schema", "inputSchema") if isinstance(function, dict) else ():
+            if foreign_key in function:  # of Anthropic's API and of MCP; a template would show no parameters
+                problem = f"tools[{tool_index}] has {foreign_key!r} in the place of 'parameters'"
+                raise TypeError(f"{problem}: give OpenAI's function schema")
+        tool_name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+        if not isinstance(tool_name, str) or not tool_name:
+            raise TypeError(f"tools[{tool_index}] has no name: give {{'type': 'function', 'function': {{'name': …}}}}")
+        tool_schemas.append(tool_schema)
+    return tool_schemas
 
 
 def without_padded_arguments(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -190,40 +200,40 @@ def without_padded_arguments(messages: Sequence[Message], tools: Sequence[Mappin
     for tool in tools:
         function = cast("Mapping[str, Any]", tool.get("function", tool))
         parameters[function.get("name")] = function.get("parameters")
-    plain: list[Message] = []
+    unpadded_messages: list[Message] = []
     for message in messages:
-        calls: list[dict[str, Any]] = []
-        for call in message.get("tool_calls", ()):
-            function = cast("dict[str, Any]", call["function"])
-            schema = parameters.get(function.get("name"))
-            if isinstance(schema, Mapping):
+        plain_calls: list[dict[str, Any]] = []
+        for tool_call in message.get("tool_calls", ()):
+            function = cast("dict[str, Any]", tool_call["function"])
+            argument_schema = parameters.get(function.get("name"))
+            if isinstance(argument_schema, Mapping):
                 function = {
                     **function,
-                    "arguments": _unpadded(function["arguments"], cast("Mapping[str, Any]", schema)),
+                    "arguments": _unpadded(function["arguments"], cast("Mapping[str, Any]", argument_schema)),
                 }
-            calls.append({**call, "function": function})
-        plain.append(cast("Message", {**message, "tool_calls": calls}) if calls else message)
-    return tuple(plain)
+            plain_calls.append({**tool_call, "function": function})
+        unpadded_messages.append(cast("Message", {**message, "tool_calls": plain_calls}) if plain_calls else message)
+    return tuple(unpadded_messages)
 
 
 def _merge_thoughts(plain: dict[str, Any]) -> None:
     """Thoughts under one key. A list of details (OpenRouter's `reasoning_details`) repeats them and goes; alone, its
     texts and summaries are the thoughts."""
-    thoughts = {key: plain.pop(key) for key in REASONING_KEYS if key in plain}
+    thoughts = {thought_key: plain.pop(thought_key) for thought_key in REASONING_KEYS if thought_key in plain}
     details: Any = plain.pop("reasoning_details", None)
-    for key, value in thoughts.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{key} is a {type(value).__name__}, not text")
-    texts = {value for value in thoughts.values() if value}
+    for thought_key, thought_text in thoughts.items():
+        if not isinstance(thought_text, str):
+            raise TypeError(f"{thought_key} is a {type(thought_text).__name__}, not text")
+    thought_texts = {thought_text for thought_text in thoughts.values() if thought_text}
     # Servers that send the thoughts twice, under an old and a new name, send them equal. Two that differ are two
     # authors, and joining them would teach a text that nobody wrote.
-    if len(texts) > 1:
+    if len(thought_texts) > 1:
         raise TypeError(f"{' and '.join(thoughts)} differ: give one of them")
-    if not texts and details:
+    if not thought_texts and details:
         details = _decoded(details, "reasoning_details") if isinstance(details, str) else details
-        texts = {_thoughts_in(details, "reasoning_details")} - {""}
-    if texts or thoughts:
-        plain[REASONING_KEYS[0]] = next(iter(texts), "")
+        thought_texts = {_thoughts_in(details, "reasoning_details")} - {""}
+    if thought_texts or thoughts:
+        plain[REASONING_KEYS[0]] = next(iter(thought_texts), "")
 
 
 def _thoughts_in(value: Any, field: str) -> str:
@@ -233,17 +243,22 @@ def _thoughts_in(value: Any, field: str) -> str:
         return value
     if not isinstance(value, list):
         raise TypeError(f"{field} is a {type(value).__name__}: give a text, or a list of parts with text")
-    texts: list[str] = []
-    for number, part in enumerate(cast("list[Any]", value)):
-        fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {"text": part}
-        text = next((fields[key] for key in ("text", "summary") if isinstance(fields.get(key), str)), None)
-        if text is not None:
-            texts.append(text)
-        elif isinstance(fields.get("data"), str):
+    part_texts: list[str] = []
+    for part_index, thought_part in enumerate(cast("list[Any]", value)):
+        part_fields = (
+            cast("Mapping[str, Any]", thought_part) if isinstance(thought_part, Mapping) else {"text": thought_part}
+        )
+        part_text = next(
+            (part_fields[text_key] for text_key in ("text", "summary") if isinstance(part_fields.get(text_key), str)),
+            None,
+        )
+        if part_text is not None:
+            part_texts.append(part_text)
+        elif isinstance(part_fields.get("data"), str):
             notices.note("messages", "encrypted thoughts are left out: nobody can read them", by_policy=True)
         else:
-            raise TypeError(f"{field}[{number}] has no text: give a text, or a list of parts with text")
-    return "\n".join(text for text in texts if text)
+            raise TypeError(f"{field}[{part_index}] has no text: give a text, or a list of parts with text")
+    return "\n".join(part_text for part_text in part_texts if part_text)
 
 
 def _read_content(plain: dict[str, Any]) -> None:
@@ -254,34 +269,45 @@ def _read_content(plain: dict[str, Any]) -> None:
         return
     content_parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for part in cast("list[Any]", content):
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        if not isinstance(part, Mapping):
-            raise TypeError(f"a part of a content is a {type(part).__name__}, not text")
-        fields = {name: value for name, value in cast("Mapping[str, Any]", part).items() if value is not None}
-        kind = fields.get("type", "text" if "text" in fields else None)
-        for key in sorted(fields.keys() - {"type", str(kind), *_PART_KEYS}):
-            notices.note("messages", f"the key {key!r} of a part of a content is not used", by_policy=True)
-        if kind in _THOUGHT_PARTS:
-            value = next((fields[key] for key in (kind, "text", "content", "summary") if fields.get(key)), "")
-            thoughts.append(_thoughts_in(value, f"a part of type {kind}"))
-        elif kind == "refusal" and isinstance(fields.get("refusal"), str):
-            content_parts.append({"type": "text", "text": fields["refusal"]})
-        elif kind in _TEXT_PARTS and isinstance(fields.get("text"), str):
-            content_parts.append({"type": "text", "text": fields["text"]})
-        elif kind == "image_url":
-            content_parts.append({"type": "image_url", "image_url": fields.get("image_url")})
+    for content_part in cast("list[Any]", content):
+        if isinstance(content_part, str):
+            content_part = {"type": "text", "text": content_part}
+        if not isinstance(content_part, Mapping):
+            raise TypeError(f"a part of a content is a {type(content_part).__name__}, not text")
+        part_fields = {
+            field_name: part_value
+            for field_name, part_value in cast("Mapping[str, Any]", content_part).items()
+            if part_value is not None
+        }
+        part_kind = part_fields.get("type", "text" if "text" in part_fields else None)
+        for part_key in sorted(part_fields.keys() - {"type", str(part_kind), *_PART_KEYS}):
+            notices.note("messages", f"the key {part_key!r} of a part of a content is not used", by_policy=True)
+        if part_kind in _THOUGHT_PARTS:
+            part_value = next(
+                (
+                    part_fields[part_key]
+                    for part_key in (part_kind, "text", "content", "summary")
+                    if part_fields.get(part_key)
+                ),
+                "",
+            )
+            thoughts.append(_thoughts_in(part_value, f"a part of type {part_kind}"))
+        elif part_kind == "refusal" and isinstance(part_fields.get("refusal"), str):
+            content_parts.append({"type": "text", "text": part_fields["refusal"]})
+        elif part_kind in _TEXT_PARTS and isinstance(part_fields.get("text"), str):
+            content_parts.append({"type": "text", "text": part_fields["text"]})
+        elif part_kind == "image_url":
+            content_parts.append({"type": "image_url", "image_url": part_fields.get("image_url")})
         else:
-            raise TypeError(f"a part of a content has type {kind!r}: give parts of type text or image_url")
-    texts = [part for part in content_parts if part["type"] == "text"]
-    if len(texts) == len(content_parts):  # without images there is no place to keep, and the parts are lines
-        plain["content"] = "\n".join(part["text"] for part in texts)
+            raise TypeError(f"a part of a content has type {part_kind!r}: give parts of type text or image_url")
+    text_parts = [content_part for content_part in content_parts if content_part["type"] == "text"]
+    if len(text_parts) == len(content_parts):  # without images there is no place to keep, and the parts are lines
+        plain["content"] = "\n".join(content_part["text"] for content_part in text_parts)
     else:
         try:
             plain |= with_images({"content": content_parts})
-        except ValueError as error:
-            raise TypeError(str(error)) from None
+        except ValueError as image_error:
+            raise TypeError(str(image_error)) from None
     if thoughts:
         if plain.get(REASONING_KEYS[0]):
             raise TypeError("a message has thoughts in its content and under a key: give one of them")
@@ -292,47 +318,55 @@ def _plain_call(call: Any) -> dict[str, Json]:
     """A call in OpenAI's envelope; some clients write the function alone."""
     if not isinstance(call, Mapping):
         raise TypeError(f"a tool call is a {type(call).__name__}, not an object")
-    fields = {name: value for name, value in cast("Mapping[str, Any]", call).items() if value is not None}
-    if fields.get("type", "function") != "function":
-        raise TypeError(f"a tool call has type {fields['type']!r}: give calls of type function")
-    function: Any = fields.pop("function", None)
+    call_fields = {
+        field_name: field_value
+        for field_name, field_value in cast("Mapping[str, Any]", call).items()
+        if field_value is not None
+    }
+    if call_fields.get("type", "function") != "function":
+        raise TypeError(f"a tool call has type {call_fields['type']!r}: give calls of type function")
+    function: Any = call_fields.pop("function", None)
     if function is None:
-        function = {name: fields.pop(name) for name in list(fields) if name not in CALL_KEYS}
+        function = {
+            field_name: call_fields.pop(field_name) for field_name in list(call_fields) if field_name not in CALL_KEYS
+        }
     if not isinstance(function, Mapping):
         raise TypeError(f"the function of a tool call is a {type(function).__name__}, not an object")
-    inner = dict(cast("Mapping[str, Any]", function))
-    if not isinstance(inner.get("name"), str):
-        raise TypeError(f"a tool call has name = {inner.get('name')!r:.40}: give the name of a tool")
-    if "arguments" not in inner and (others := sorted({"parameters", "input", "args"} & inner.keys())):
-        raise TypeError(f"a tool call has {others[0]!r} in the place of 'arguments': write name and arguments")
-    inner["arguments"] = arguments_of(inner.get("arguments"))
-    return {"type": "function", **fields, "function": inner}
+    function_fields = dict(cast("Mapping[str, Any]", function))
+    if not isinstance(function_fields.get("name"), str):
+        raise TypeError(f"a tool call has name = {function_fields.get('name')!r:.40}: give the name of a tool")
+    if "arguments" not in function_fields and (
+        foreign_names := sorted({"parameters", "input", "args"} & function_fields.keys())
+    ):
+        raise TypeError(f"a tool call has {foreign_names[0]!r} in the place of 'arguments': write name and arguments")
+    function_fields["arguments"] = arguments_of(function_fields.get("arguments"))
+    return {"type": "function", **call_fields, "function": function_fields}
 
 
 def _decoded(text: str, field: str) -> Any:
     """Decode a JSON text. Raises TypeError that names the field."""
     try:
         return decode_whole(text)
-    except StructuralParseError as error:
-        raise TypeError(f"{field} is a text that is no JSON ({error}): give a list") from None
+    except StructuralParseError as json_error:
+        raise TypeError(f"{field} is a text that is no JSON ({json_error}): give a list") from None
 
 
 def _takes_null(schema: Any) -> bool:
     """Whether a JSON schema takes null; also one that does not say, such as `{}` or one with `$ref`."""
     if not isinstance(schema, Mapping):
         return True
-    fields = cast("Mapping[str, Any]", schema)
-    choices: Any = fields.get("anyOf") or fields.get("oneOf")
-    if isinstance(choices, list):
-        return any(_takes_null(choice) for choice in cast("list[Any]", choices))
-    if isinstance(values := fields.get("enum"), list):
-        return None in values
-    types: Any = fields.get("type")
+    schema_fields = cast("Mapping[str, Any]", schema)
+    choice_schemas: Any = schema_fields.get("anyOf") or schema_fields.get("oneOf")
+    if isinstance(choice_schemas, list):
+        return any(_takes_null(choice) for choice in cast("list[Any]", choice_schemas))
+    if isinstance(enum_values := schema_fields.get("enum"), list):
+        return None in enum_values
+    declared_types: Any = schema_fields.get("type")
     return (
-        types is None
-        or fields.get("nullable") is True
-        or types == "null"
-        or (isinstance(types, list) and "null" in types)
+        declared_types is None
+        or schema_fields.get("nullable") is True
+        or declared_types == "null"
+        or (isinstance(declared_types, list) and "null" in declared_types)
     )
 
 
@@ -340,40 +374,58 @@ def _without_padding(value: Any) -> Any:
     """A schema without the keys that are null. A null in a list (`enum`) stays, and so do `default` and `const` where
     null is one of the values that the schema takes."""
     if isinstance(value, list):
-        return [_without_padding(item) for item in cast("list[Any]", value)]
+        return [_without_padding(inner_value) for inner_value in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
-    fields = cast("dict[str, Any]", value)
-    says_types = any(fields.get(key) for key in ("type", "anyOf", "oneOf", "enum"))
+    schema_fields = cast("dict[str, Any]", value)
+    says_types = any(schema_fields.get(field_name) for field_name in ("type", "anyOf", "oneOf", "enum"))
     # A null is padding or a value, and only the schema itself can tell: `default: null` of an optional parameter has to
     # stay, the `default` that Arrow invented for a string has to go.
-    takes_null = says_types and _takes_null({key: item for key, item in fields.items() if item is not None})
+    takes_null = says_types and _takes_null(
+        {field_name: inner_value for field_name, inner_value in schema_fields.items() if inner_value is not None}
+    )
     return {
-        key: _without_padding(item)
-        for key, item in fields.items()
-        if item is not None or (key in ("default", "const") and takes_null)
+        field_name: _without_padding(inner_value)
+        for field_name, inner_value in schema_fields.items()
+        if inner_value is not None or (field_name in ("default", "const") and takes_null)
     }
 
 
 def _unpadded(value: Any, schema: Mapping[str, Any]) -> Any:
     """A value without the nulls that `schema` has no use for, in objects and in lists of objects."""
     choices: list[Any] = [schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    schemas = [cast("Mapping[str, Any]", choice) for choice in choices if isinstance(choice, Mapping)]
+    choice_schemas = [cast("Mapping[str, Any]", choice) for choice in choices if isinstance(choice, Mapping)]
     if isinstance(value, list):
-        items = next((each["items"] for each in schemas if isinstance(each.get("items"), Mapping)), None)
-        return cast("Any", value if items is None else [_unpadded(item, items) for item in cast("list[Any]", value)])
+        item_schema = next(
+            (
+                choice_schema["items"]
+                for choice_schema in choice_schemas
+                if isinstance(choice_schema.get("items"), Mapping)
+            ),
+            None,
+        )
+        return cast(
+            "Any",
+            value
+            if item_schema is None
+            else [_unpadded(inner_value, item_schema) for inner_value in cast("list[Any]", value)],
+        )
     properties: dict[str, Any] = {}
-    for each in schemas:
-        if isinstance(each.get("properties"), Mapping):
-            properties |= cast("Mapping[str, Any]", each["properties"])
+    for choice_schema in choice_schemas:
+        if isinstance(choice_schema.get("properties"), Mapping):
+            properties |= cast("Mapping[str, Any]", choice_schema["properties"])
     if not isinstance(value, dict) or not properties:
         return cast("Any", value)
-    plain: dict[str, Any] = {}
-    for name, item in cast("dict[str, Any]", value).items():
-        inner = properties.get(name)
+    unpadded_members: dict[str, Any] = {}
+    for member_name, inner_value in cast("dict[str, Any]", value).items():
+        member_schema = properties.get(member_name)
         # Dropped only where a null could not have been meant. Left in, the model would learn to pass `line=null` to
         # tools that have no such parameter.
-        if item is None and (name not in properties or not _takes_null(inner)):
+        if inner_value is None and (member_name not in properties or not _takes_null(member_schema)):
             continue
-        plain[name] = _unpadded(item, cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else item
-    return plain
+        unpadded_members[member_name] = (
+            _unpadded(inner_value, cast("Mapping[str, Any]", member_schema))
+            if isinstance(member_schema, Mapping)
+            else inner_value
+        )
+    return unpadded_members

@@ -112,15 +112,16 @@ class Env(gymnasium.Env[Messages, str]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("reset", "step", "close"):
+        for method_name in ("reset", "step", "close"):
             # gymnasium's wrappers call these three and would take the coroutine for the answer. Said at the class,
             # since at the first step it reads like a wrong tuple.
-            if inspect.iscoroutinefunction(vars(cls).get(name)):
-                raise UsageError(f"{cls.__name__}.{name} is async: write async def a{name}, or a plain def {name}")
+            if inspect.iscoroutinefunction(vars(cls).get(method_name)):
+                correction = f"write async def a{method_name}, or a plain def {method_name}"
+                raise UsageError(f"{cls.__name__}.{method_name} is async: {correction}")
         if cls.__module__.partition(".")[0] != "agentrl":
-            for name in _ASYNC:
-                if inspect.iscoroutinefunction(method := vars(cls).get(name)):
-                    setattr(cls, name, adapted(method))
+            for method_name in _ASYNC:
+                if inspect.iscoroutinefunction(method := vars(cls).get(method_name)):
+                    setattr(cls, method_name, adapted(method))
 
     # --- gymnasium's side
 
@@ -152,8 +153,8 @@ class Env(gymnasium.Env[Messages, str]):
     def render(self) -> Any:
         """A `render_mode` shows the transcript, by `agentrl.env.gymnasium_wrappers.Rendered`; one made without has
         none."""
-        name = type(self).__name__
-        raise UsageError(f"{name} has no render_mode: make it by agentrl.make(id, render_mode='ansi') or 'human'")
+        class_name = type(self).__name__
+        raise UsageError(f"{class_name} has no render_mode: make it by agentrl.make(id, render_mode='ansi') or 'human'")
 
     def end_now(self, reason: StopReason) -> Info:
         """`aend` for sync code."""
@@ -252,8 +253,8 @@ class Env(gymnasium.Env[Messages, str]):
 
         try:
             return await in_thread(functools.partial(function, *args, **kwargs), left=left)
-        except SystemExit as error:
-            raise refused_exit(function, error) from error
+        except SystemExit as exit_request:
+            raise refused_exit(function, exit_request) from exit_request
 
 
 class _Wrapped(Env):
@@ -293,16 +294,16 @@ class _Wrapped(Env):
 
     def oracles(self) -> Sequence[Any]:
         """Oracles of the environment within: a wrapper that changes its task breaks them."""
-        oracles = getattr(self._inner, "oracles", None)
-        return oracles() if oracles is not None else ()
+        inner_oracles = getattr(self._inner, "oracles", None)
+        return inner_oracles() if inner_oracles is not None else ()
 
     def close(self) -> None:
         self._env.close()
         super().close()
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
-        schemas = getattr(self._env.unwrapped, "tool_schemas", None)
-        return list(schemas()) if schemas is not None else []
+        inner_schemas = getattr(self._env.unwrapped, "tool_schemas", None)
+        return list(inner_schemas()) if inner_schemas is not None else []
 
 
 def as_messages(observation: Any) -> Messages:
@@ -329,9 +330,8 @@ def as_async(env: Any) -> AsyncEnv:
         return env
     if not isinstance(env, gymnasium.Env):
         raise UsageError(f"{env!r} is no environment: derive from agentrl.Env or gymnasium.Env")
-    plain = cast("gymnasium.Env[Any, Any]", env)
-    if not isinstance(plain.action_space, spaces.Text | gymnasium.spaces.Text):
-        raise UsageError(
-            f"{plain} takes actions from {plain.action_space}, not text: wrap it with agentrl.env.adapters.TextGym"
-        )
-    return _Wrapped(plain)
+    gymnasium_env = cast("gymnasium.Env[Any, Any]", env)
+    if not isinstance(gymnasium_env.action_space, spaces.Text | gymnasium.spaces.Text):
+        problem = f"{gymnasium_env} takes actions from {gymnasium_env.action_space}, not text"
+        raise UsageError(f"{problem}: wrap it with agentrl.env.adapters.TextGym")
+    return _Wrapped(gymnasium_env)

@@ -74,24 +74,26 @@ class RowsEnv(Env):
         processes: int = 8,
         reward_s: float = 20.0,
     ) -> None:
-        if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
+        if not _is_list(rewards) or not all(
+            isinstance(reward_name, str) for reward_name in cast("Sequence[object]", rewards)
+        ):
             raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
         if not rewards:
             raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")
         if weights is not None and (not _is_list(weights) or len(weights) != len(rewards)):
             raise UsageError(f"weights = {weights!r}: give one for each of the {len(rewards)} rewards")
-        for number, weight in enumerate(weights or ()):
-            finite(f"weights[{number}]", weight)
+        for weight_index, weight in enumerate(weights or ()):
+            finite(f"weights[{weight_index}]", weight)
         finite("success_from", success_from)
         if type(processes) is not int or processes < 0:
             raise UsageError(f"processes = {processes!r}: give how many processes may score at once, or 0 for threads")
         self._processes, self._reward_s = processes, positive_seconds("reward_s", reward_s)
-        texts: dict[str, object] = {"prompt": prompt, "system": system or "", "answer": answer}
-        for field, text in texts.items():
-            if not isinstance(text, str):
-                raise UsageError(f"{field} = {text!r}: give a text")
+        text_fields: dict[str, object] = {"prompt": prompt, "system": system or "", "answer": answer}
+        for field_name, field_text in text_fields.items():
+            if not isinstance(field_text, str):
+                raise UsageError(f"{field_name} = {field_text!r}: give a text")
         self._names = tuple(rewards)
-        self._functions = {name: RewardFunction.of(name) for name in rewards}
+        self._functions = {reward_name: RewardFunction.of(reward_name) for reward_name in rewards}
         self.needs_step_s, self.needs_step_by = reward_s, "reward_s"
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(rewards)
         self._prompt, self._system, self._success_from = prompt, system, success_from
@@ -103,12 +105,12 @@ class RowsEnv(Env):
         question has no words: its reset says why."""
         return [
             TaskText(
-                task=f"row {number}",
-                text=self._question(row),
-                answer="" if row.get(self._answer) is None else str(row[self._answer]),
-                options=row,
+                task=f"row {row_index}",
+                text=self._question(data_row),
+                answer="" if data_row.get(self._answer) is None else str(data_row[self._answer]),
+                options=data_row,
             )
-            for number, row in enumerate(self._rows or ())
+            for row_index, data_row in enumerate(self._rows or ())
         ]
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
@@ -135,22 +137,37 @@ class RowsEnv(Env):
     def judge(self, completion: str, messages: Sequence[Message] = ()) -> dict[str, Json]:
         """The info of an answer: its outcome and what each function gives. `messages` are all of its episode after the
         question, if it is more than one."""
-        talk = isinstance(self._row.get(self._column), list)
-        answer = Answer(prompt=self._opening, completion=completion, row=self._row, talk=talk, messages=messages)
-        judgement = self._scores(answer)
-        for name in judgement.late:
-            log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
-        scores: dict[str, Json] = {name: score for name, score in judgement.scores.items() if score is not None}
-        weights = dict(zip(self._names, self._weights, strict=True))
+        is_talk_row = isinstance(self._row.get(self._column), list)
+        whole_answer = Answer(
+            prompt=self._opening, completion=completion, row=self._row, talk=is_talk_row, messages=messages
+        )
+        judgement = self._scores(whole_answer)
+        for function_name in judgement.late:
+            log.warning(
+                "reward function %r had not judged an answer within reward_s = %g: 0", function_name, self._reward_s
+            )
+        judged_scores: dict[str, Json] = {
+            function_name: function_score
+            for function_name, function_score in judgement.scores.items()
+            if function_score is not None
+        }
+        weight_by_name = dict(zip(self._names, self._weights, strict=True))
         # If every function abstains, the outcome is a 0 that looks like a wrong answer. It is counted and named, since
         # the row is for none of the functions, or a function compares the wrong column.
-        if not scores and not judgement.late:
+        if not judged_scores and not judgement.late:
             notices.note("rewards", NOBODY_JUDGES, by_policy=True)
-        outcome = sum(weights[name] * (score or 0.0) for name, score in judgement.scores.items())
-        info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": scores}
+        outcome = sum(
+            weight_by_name[function_name] * (function_score or 0.0)
+            for function_name, function_score in judgement.scores.items()
+        )
+        judged_info: dict[str, Json] = {
+            "outcome": outcome,
+            "success": outcome >= self._success_from,
+            "scores": judged_scores,
+        }
         if judgement.late:
-            info["scores_late"] = list(judgement.late)
-        return info
+            judged_info["scores_late"] = list(judgement.late)
+        return judged_info
 
     @property
     def _column(self) -> str:
@@ -161,42 +178,48 @@ class RowsEnv(Env):
         """Name columns that other libraries give to the model, and those that no function of TRL's can see."""
         # Named and not used: other libraries hand these columns to the chat template, so whoever brings such a data set
         # expects them to be shown (law 8).
-        for column in ("tools", "images", "image", "chat_template_kwargs"):
-            if row.get(column) and f"{{{column}}}" not in self._prompt:
-                notices.note("data rows", f"the column {column!r} is not shown to the model", by_policy=True)
+        for column_name in ("tools", "images", "image", "chat_template_kwargs"):
+            if row.get(column_name) and f"{{{column_name}}}" not in self._prompt:
+                notices.note("data rows", f"the column {column_name!r} is not shown to the model", by_policy=True)
         if any(function.batched for function in self._functions.values()):
-            for column in sorted({"prompts", "completions"} & row.keys()):
-                case = f"the column {column!r} is hidden: reward functions get the run's own {column} by this name"
-                notices.note("data rows", case, by_policy=True)
+            for column_name in sorted({"prompts", "completions"} & row.keys()):
+                reason = f"reward functions get the run's own {column_name} by this name"
+                notices.note("data rows", f"the column {column_name!r} is hidden: {reason}", by_policy=True)
 
     def _messages(self, row: Mapping[str, Any]) -> Messages:
-        column = row.get(self._column)
-        if self._column in row and (column is None or column in ("", [])):
+        column_value = row.get(self._column)
+        if self._column in row and (column_value is None or column_value in ("", [])):
             raise UsageError(
-                f"the row's column {self._column!r} is {column!r}: there is nothing to ask; leave the row out"
+                f"the row's column {self._column!r} is {column_value!r}: there is nothing to ask; leave the row out"
             )
-        if isinstance(column, list):
+        if isinstance(column_value, list):
             try:
-                plain = plain_messages(cast("list[Mapping[str, Any]]", column))
-                messages = list(without_padded_arguments(plain, plain_tools(row.get("tools"))))
-            except TypeError as error:
-                raise UsageError(f"the row's column {self._column!r} holds no chat messages: {error}") from error
+                plain_column = plain_messages(cast("list[Mapping[str, Any]]", column_value))
+                messages = list(without_padded_arguments(plain_column, plain_tools(row.get("tools"))))
+            except TypeError as column_error:
+                raise UsageError(
+                    f"the row's column {self._column!r} holds no chat messages: {column_error}"
+                ) from column_error
             if not any(message["content"] or message.get("images") for message in messages):
-                hint = "there is nothing to ask; leave the row out"
-                raise UsageError(f"the row's column {self._column!r} has messages without content: {hint}")
-        elif isinstance(column, Mapping) and {"role", "content"} <= column.keys():
+                correction = "there is nothing to ask; leave the row out"
+                raise UsageError(f"the row's column {self._column!r} has messages without content: {correction}")
+        elif isinstance(column_value, Mapping) and {"role", "content"} <= column_value.keys():
             raise UsageError(f"the row's column {self._column!r} is a single message: give a list of messages")
         else:
-            if isinstance(column, str) and is_talk(column):
-                case = f"the column {self._column!r} holds chat messages as JSON text, which is the prompt as it is"
-                notices.note("data rows", case, by_policy=True)  # read in an episode, which nothing may end
+            if isinstance(column_value, str) and is_talk(column_value):
+                notice_text = (
+                    f"the column {self._column!r} holds chat messages as JSON text, which is the prompt as it is"
+                )
+                notices.note("data rows", notice_text, by_policy=True)  # read in an episode, which nothing may end
             try:
                 messages = [Message(role="user", content=_Cells().vformat(self._prompt, (), row))]
-            except (KeyError, IndexError, ValueError, AttributeError) as error:
-                columns = ", ".join(sorted(row))
-                raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {columns}") from error
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return (*system, *messages)
+            except (KeyError, IndexError, ValueError, AttributeError) as column_error:
+                column_names = ", ".join(sorted(row))
+                raise UsageError(
+                    f"prompt = {self._prompt!r} cannot be filled: {column_error}; a row has {column_names}"
+                ) from column_error
+        system_messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system_messages, *messages)
 
     def _question(self, row: Mapping[str, Any]) -> str:
         with suppress(UsageError):
@@ -206,11 +229,11 @@ class RowsEnv(Env):
     def _scores(self, answer: Answer) -> AnswerScores:
         if self._processes:
             return _shared(self._names, self._processes).judge(answer, self._reward_s)
-        scores: dict[str, float | None] = {}
-        for name in self._names:
-            with boundary(EnvError, f"the reward function {name!r} raised", place=True):
-                scores[name] = self._functions[name](answer)
-        return AnswerScores(scores)
+        function_scores: dict[str, float | None] = {}
+        for function_name in self._names:
+            with boundary(EnvError, f"the reward function {function_name!r} raised", place=True):
+                function_scores[function_name] = self._functions[function_name](answer)
+        return AnswerScores(function_scores)
 
 
 class RowsToolEnv(ToolEnv):
@@ -267,9 +290,9 @@ class RowsToolEnv(ToolEnv):
         self._messages += completion_messages(self._format.parse(self._action, self.schemas), self._action, results)
 
     def grade(self) -> Grade:
-        info = self._rows.judge(self._action, without_last_results(self._messages))
-        outcome, success = cast("float", info.pop("outcome")), bool(info.pop("success"))
-        return Grade(outcome=outcome, success=success, info=info)
+        judged_info = self._rows.judge(self._action, without_last_results(self._messages))
+        outcome, success = cast("float", judged_info.pop("outcome")), bool(judged_info.pop("success"))
+        return Grade(outcome=outcome, success=success, info=judged_info)
 
 
 class _Cells(string.Formatter):
@@ -290,11 +313,12 @@ def is_talk(text: str) -> bool:
     if not text.startswith("[{"):
         return False
     try:
-        values: Any = json.loads(text)
+        json_values: Any = json.loads(text)
     except ValueError:
         return False
     return all(
-        isinstance(value, dict) and "role" in value and "content" in value for value in cast("list[Any]", values)
+        isinstance(list_entry, dict) and "role" in list_entry and "content" in list_entry
+        for list_entry in cast("list[Any]", json_values)
     )
 
 

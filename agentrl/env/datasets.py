@@ -33,25 +33,25 @@ def read_rows(where: str) -> Rows:
     `pyarrow` and `datasets` must be installed."""
     if where.startswith("hf:"):
         return _plain(_of_hugging_face(where), where)
-    path = Path(where)
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    file_path = Path(where)
+    file_kind = file_path.with_suffix("").suffix if file_path.suffix == ".gz" else file_path.suffix
     try:
-        if path.suffix == ".parquet":
-            table = require("pyarrow.parquet", what=f"reading {where!r}")
+        if file_path.suffix == ".parquet":
+            parquet_module = require("pyarrow.parquet", what=f"reading {where!r}")
             with boundary(UsageError, f"cannot read {where!r}:", passes=(UsageError,)):
-                return _plain(table.read_table(path).to_pylist(), where)
-        read = _READERS.get(kind or ".jsonl")
-        if read is None:
+                return _plain(parquet_module.read_table(file_path).to_pylist(), where)
+        read_text = _READERS.get(file_kind or ".jsonl")
+        if read_text is None:
             raise UsageError(f"cannot read {where!r}: give {_FORMATS}")
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UsageError(f"{where} is no gzip file: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {where!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8 text at byte {error.start}") from error
-    return read(text, where)
+        file_bytes = file_path.read_bytes()
+        file_text = (gzip.decompress(file_bytes) if file_path.suffix == ".gz" else file_bytes).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as read_error:
+        raise UsageError(f"{where} is no gzip file: {read_error}") from read_error
+    except OSError as read_error:
+        raise UsageError(f"cannot read {where!r}: {read_error.strerror or read_error}") from read_error
+    except UnicodeDecodeError as read_error:
+        raise UsageError(f"{where} is not UTF-8 text at byte {read_error.start}") from read_error
+    return read_text(file_text, where)
 
 
 def digest(where: str) -> str:
@@ -59,56 +59,57 @@ def digest(where: str) -> str:
     if where.startswith("hf:"):
         return hashlib.sha256(json.dumps(read_rows(where), sort_keys=True).encode()).hexdigest()
     try:
-        with Path(where).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"cannot read {where!r}: {error.strerror or error}") from error
+        with Path(where).open("rb") as open_file:
+            return hashlib.file_digest(open_file, "sha256").hexdigest()
+    except OSError as read_error:
+        raise UsageError(f"cannot read {where!r}: {read_error.strerror or read_error}") from read_error
 
 
 def _of_hugging_face(where: str) -> list[Any]:
-    name, *parts = where.removeprefix("hf:").split(":")
-    if not name or len(parts) > 2 or not all(parts):
+    set_name, *name_parts = where.removeprefix("hf:").split(":")
+    if not set_name or len(name_parts) > 2 or not all(name_parts):
         raise ConfigError("rows", where, "give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     datasets = require("datasets", what=f"reading {where!r}")
-    config, split = (parts[0] if len(parts) == 2 else None), (parts[-1] if parts else "train")
+    config_name = name_parts[0] if len(name_parts) == 2 else None
+    split_name = name_parts[-1] if name_parts else "train"
     with boundary(UsageError, f"cannot read {where!r} (hf:NAME:CONFIG:SPLIT):", passes=(UsageError,)):
-        return datasets.load_dataset(name, config, split=split).to_list()
+        return datasets.load_dataset(set_name, config_name, split=split_name).to_list()
 
 
 def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
-    rows: list[Mapping[str, Json]] = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would part a text at its U+2028
-        if not line.strip():
+    read_lines: list[Mapping[str, Json]] = []
+    for line_number, json_line in enumerate(text.split("\n"), start=1):  # splitlines would part a text at its U+2028
+        if not json_line.strip():
             continue
         try:
-            row: Any = decode_row(line)
-        except ValueError as error:
-            raise UsageError(f"{where}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{where}, line {number} is not a JSON object")
-        rows.append(cast("dict[str, Json]", row))
-    return rows
+            line_row: Any = decode_row(json_line)
+        except ValueError as json_error:
+            raise UsageError(f"{where}, line {line_number} is not JSON: {json_error}") from json_error
+        if not isinstance(line_row, dict):
+            raise UsageError(f"{where}, line {line_number} is not a JSON object")
+        read_lines.append(cast("dict[str, Json]", line_row))
+    return read_lines
 
 
 def _json(text: str, where: str) -> list[Mapping[str, Json]]:
     """An array of objects; lines of objects otherwise, as many write them under this name too."""
     if not text.lstrip().startswith("["):
         return _json_lines(text, where)
-    position, rows = text.index("[") + 1, list[Mapping[str, Json]]()
+    position, read_entries = text.index("[") + 1, list[Mapping[str, Json]]()
     while True:  # one by one, so that an error has a line
         position = _behind_space(text, position)
         if text[position : position + 1] == "]":
             break
         try:
-            row, position = _DECODER.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            line = getattr(error, "lineno", None) or text.count("\n", 0, position) + 1
-            raise UsageError(f"{where}, line {line} is not JSON: {error}") from error
-        if not isinstance(row, dict):
+            array_entry, position = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as json_error:
+            line_number = getattr(json_error, "lineno", None) or text.count("\n", 0, position) + 1
+            raise UsageError(f"{where}, line {line_number} is not JSON: {json_error}") from json_error
+        if not isinstance(array_entry, dict):
             raise UsageError(
-                f"{where}, line {text.count(chr(10), 0, position) + 1}: entry {len(rows)} is not a JSON object"
+                f"{where}, line {text.count(chr(10), 0, position) + 1}: entry {len(read_entries)} is not a JSON object"
             )
-        rows.append(cast("dict[str, Json]", row))
+        read_entries.append(cast("dict[str, Json]", array_entry))
         position = _behind_space(text, position)
         if text[position : position + 1] == ",":
             position += 1
@@ -116,7 +117,7 @@ def _json(text: str, where: str) -> list[Mapping[str, Json]]:
             raise UsageError(f"{where}, line {text.count(chr(10), 0, position) + 1} is not JSON: expected ',' or ']'")
     if text[position + 1 :].strip():
         raise UsageError(f"{where} is not JSON: there is more behind the array")
-    return rows
+    return read_entries
 
 
 def _behind_space(text: str, position: int) -> int:
@@ -126,24 +127,26 @@ def _behind_space(text: str, position: int) -> int:
 
 
 def _table(text: str, where: str, delimiter: str) -> list[Mapping[str, Json]]:
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    bound = csv.field_size_limit(len(text) + 1)  # a file may be a single long text; csv's own bound is 128 KiB
+    csv_lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    field_limit = csv.field_size_limit(len(text) + 1)  # a file may be a single long text; csv's own bound is 128 KiB
     try:
-        names = next(lines, list[str]())
-        if not names or len(set(names)) < len(names) or not all(names):
-            raise UsageError(f"{where}, line 1: {names} are not the names of columns")
-        rows: list[Mapping[str, Json]] = []
-        for values in lines:
-            if not values:
+        column_names = next(csv_lines, list[str]())
+        if not column_names or len(set(column_names)) < len(column_names) or not all(column_names):
+            raise UsageError(f"{where}, line 1: {column_names} are not the names of columns")
+        table_rows: list[Mapping[str, Json]] = []
+        for line_values in csv_lines:
+            if not line_values:
                 continue
-            if len(values) != len(names):
-                raise UsageError(f"{where}, line {lines.line_num} has {len(values)} values for {len(names)} columns")
-            rows.append(dict(zip(names, values, strict=True)))
-    except csv.Error as error:
-        raise UsageError(f"{where}, line {lines.line_num} is not CSV: {error}") from error
+            if len(line_values) != len(column_names):
+                raise UsageError(
+                    f"{where}, line {csv_lines.line_num} has {len(line_values)} values for {len(column_names)} columns"
+                )
+            table_rows.append(dict(zip(column_names, line_values, strict=True)))
+    except csv.Error as csv_error:
+        raise UsageError(f"{where}, line {csv_lines.line_num} is not CSV: {csv_error}") from csv_error
     finally:
-        csv.field_size_limit(bound)
-    return rows
+        csv.field_size_limit(field_limit)
+    return table_rows
 
 
 def _csv(text: str, where: str) -> list[Mapping[str, Json]]:
@@ -168,18 +171,18 @@ def _refuse(name: str) -> Any:
 
 
 def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else _refuse(digits)
+    float_value = float(digits)
+    return float_value if math.isfinite(float_value) else _refuse(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys differ: of two values under one key JSON readers drop the first."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.60} stands twice in an object")
-    return values
+    object_values = dict(pairs)
+    if len(object_values) < len(pairs):
+        key_names = [key_name for key_name, _ in pairs]
+        doubled_key = next(key_name for key_name in key_names if key_names.count(key_name) > 1)
+        raise ValueError(f"the key {doubled_key!r:.60} stands twice in an object")
+    return object_values
 
 
 # Stricter than `json.loads`: NaN, 1e999 and a key that stands twice are all read without a word by Python, and each
@@ -203,13 +206,13 @@ def _plain(rows: list[Any], where: str) -> list[Mapping[str, Json]]:
     except (TypeError, ValueError):
         # Only after the whole has failed: looking at each value of a large data set takes many times as long as one
         # call that encodes it.
-        for number, row in enumerate(rows):
-            for column, value in cast("dict[str, Any]", row).items():
+        for row_index, typed_row in enumerate(rows):
+            for column_name, cell_value in cast("dict[str, Any]", typed_row).items():
                 try:
-                    json.dumps(value, default=_as_text, allow_nan=False)
-                except (TypeError, ValueError) as error:
-                    problem = f"{where}, row {number}: JSON cannot carry column {column!r} = {value!r:.60}: {error}"
-                    raise UsageError(problem) from error
+                    json.dumps(cell_value, default=_as_text, allow_nan=False)
+                except (TypeError, ValueError) as json_error:
+                    problem = f"JSON cannot carry column {column_name!r} = {cell_value!r:.60}: {json_error}"
+                    raise UsageError(f"{where}, row {row_index}: {problem}") from json_error
         raise
 
 

@@ -72,11 +72,15 @@ class Rendered(Wrapper):
 
 def shown(message: Message) -> str:
     """The speaker, and the text below, as a terminal may show them; of images, their sizes."""
-    read = cast("Message", with_images(message))
-    sizes = [f"[image of {image.width} x {image.height} pixels]" for image in images.of_messages([read])]
-    return "\n".join([f"[{read['role']}]", *map(printable, read["content"].splitlines()), *sizes])
+    plain_message = cast("Message", with_images(message))
+    image_sizes = [f"[image of {image.width} x {image.height} pixels]" for image in images.of_messages([plain_message])]
+    return "\n".join(
+        [f"[{plain_message['role']}]", *map(printable, plain_message["content"].splitlines()), *image_sizes]
+    )
 
 
 def printable(text: str) -> str:
     """Model text without control characters: it must not drive a terminal."""
-    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)
+    return "".join(
+        character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in text
+    )

@@ -59,10 +59,10 @@ class EpisodeLimits:
     tool_seconds: float | None = None  # spent inside of tool calls, parallel ones added up
 
     def __post_init__(self) -> None:
-        for name in ("turns", "tokens", "seconds", "tool_seconds"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value > 0):
-                raise ConfigError(f"limits.{name}", value, "give a number above 0, or leave it out")
+        for limit_name in ("turns", "tokens", "seconds", "tool_seconds"):
+            limit_value = getattr(self, limit_name)
+            if limit_value is not None and not (_is_number(limit_value) and limit_value > 0):
+                raise ConfigError(f"limits.{limit_name}", limit_value, "give a number above 0, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +82,14 @@ class ParsePolicy:
     mask_content: bool = False
 
     def __post_init__(self) -> None:
-        for fault in ("structural", "content"):
-            for name, sound, hint in (
-                (f"{fault}_retries", _is_count, "give a whole number from 0 on, or leave it out"),
-                (f"{fault}_penalty", _is_penalty, "give a finite number from 0 on: it is taken off the reward"),
-                (f"mask_{fault}", _is_truth, "give true or false"),
+        for fault_kind in ("structural", "content"):
+            for setting_name, is_sound, correction in (
+                (f"{fault_kind}_retries", _is_count, "give a whole number from 0 on, or leave it out"),
+                (f"{fault_kind}_penalty", _is_penalty, "give a finite number from 0 on: it is taken off the reward"),
+                (f"mask_{fault_kind}", _is_truth, "give true or false"),
             ):
-                if not sound(value := getattr(self, name)):
-                    raise ConfigError(f"parse_policy.{name}", value, hint)
+                if not is_sound(setting_value := getattr(self, setting_name)):
+                    raise ConfigError(f"parse_policy.{setting_name}", setting_value, correction)
 
     def retries(self, fault: Fault) -> int | None:
         return self.structural_retries if fault == "structural" else self.content_retries
@@ -111,24 +111,26 @@ class FaultCount:
     def charge(self, faults: Collection[Fault], reward: float, info: dict[str, Json]) -> float:
         """Count the kinds of broken calls of one turn. Returns its `reward` less their penalties, and marks the turn
         in its `info`."""
-        for fault in self._in_a_row:
+        for fault_kind in self._in_a_row:
             # Counted in a row: a model that makes a mistake now and then may go on, one that cannot stop making it
             # ends.
-            if fault not in faults:
-                self._in_a_row[fault] = 0
+            if fault_kind not in faults:
+                self._in_a_row[fault_kind] = 0
                 continue
-            self._in_a_row[fault] += 1
-            reward -= self._policy.penalty(fault)
-            info.setdefault("parse_failure", fault)
-            if self._policy.masks(fault):
+            self._in_a_row[fault_kind] += 1
+            reward -= self._policy.penalty(fault_kind)
+            info.setdefault("parse_failure", fault_kind)
+            if self._policy.masks(fault_kind):
                 info["masked"] = True
         return reward
 
     @property
     def exhausted(self) -> bool:
         """Whether the broken calls have used up the retries of their kind."""
-        counts = ((count, self._policy.retries(fault)) for fault, count in self._in_a_row.items())
-        return any(retries is not None and count > retries for count, retries in counts)
+        counts_and_retries = (
+            (turn_count, self._policy.retries(fault_kind)) for fault_kind, turn_count in self._in_a_row.items()
+        )
+        return any(retries is not None and turn_count > retries for turn_count, retries in counts_and_retries)
 
 
 class Meter:
@@ -167,26 +169,26 @@ class Meter:
 
     def exceeded(self) -> StopReason | None:
         """The first bound that is used up, None while there is room on all."""
-        limits = self._limits
+        episode_limits = self._limits
         # In a fixed order, so that an episode that reaches two bounds in one turn ends for the same reason in a replay.
-        if limits.turns is not None and self.turns >= limits.turns:
+        if episode_limits.turns is not None and self.turns >= episode_limits.turns:
             return StopReason.TURN_LIMIT
-        if limits.tokens is not None and self.tokens >= limits.tokens:
+        if episode_limits.tokens is not None and self.tokens >= episode_limits.tokens:
             return StopReason.TOKEN_LIMIT
-        if limits.seconds is not None and self.seconds >= limits.seconds:
+        if episode_limits.seconds is not None and self.seconds >= episode_limits.seconds:
             return StopReason.TIME_LIMIT
-        if limits.tool_seconds is not None and self.tool_seconds >= limits.tool_seconds:
+        if episode_limits.tool_seconds is not None and self.tool_seconds >= episode_limits.tool_seconds:
             return StopReason.TOOL_TIME_LIMIT
         return None
 
     def tool_seconds_left(self) -> float:
         """Seconds until `seconds` or `tool_seconds` runs out; infinity where neither is set."""
-        limits, seconds = self._limits, float("inf")
-        if limits.seconds is not None:
-            seconds = min(seconds, limits.seconds - self.seconds)
-        if limits.tool_seconds is not None:
-            seconds = min(seconds, limits.tool_seconds - self.tool_seconds)
-        return max(0.0, seconds)
+        episode_limits, seconds_left = self._limits, float("inf")
+        if episode_limits.seconds is not None:
+            seconds_left = min(seconds_left, episode_limits.seconds - self.seconds)
+        if episode_limits.tool_seconds is not None:
+            seconds_left = min(seconds_left, episode_limits.tool_seconds - self.tool_seconds)
+        return max(0.0, seconds_left)
 
 
 def settings_as(kind: type[T], field: str, value: Any) -> T:
@@ -195,6 +197,6 @@ def settings_as(kind: type[T], field: str, value: Any) -> T:
         return value
     try:
         return kind(**value)
-    except TypeError as error:
-        names = ", ".join(inspect.signature(kind).parameters)
-        raise ConfigError(field, value, f"give fields of {kind.__name__} ({names})") from error
+    except TypeError as field_error:
+        field_names = ", ".join(inspect.signature(kind).parameters)
+        raise ConfigError(field, value, f"give fields of {kind.__name__} ({field_names})") from field_error

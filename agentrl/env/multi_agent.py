@@ -79,9 +79,9 @@ class RolesEnv(Env):
 
     def reward(self, amount: float, role: str | None = None) -> None:
         """Add to a role's process reward; the acting role's, if none is named."""
-        game = self._live()
-        role = role or game.role
-        game.rewards[role] = game.rewards.get(role, 0.0) + amount
+        live_game = self._live()
+        role = role or live_game.role
+        live_game.rewards[role] = live_game.rewards.get(role, 0.0) + amount
 
     # --- the contract
 
@@ -89,56 +89,64 @@ class RolesEnv(Env):
         await self.aclose()
         await super().areset(seed=seed)
         self.task = dict(options or {})
-        game = self._game = _Game(busy=True)
-        game.role = self._known(await self._hook(self.start, self.task))
-        observation = _messages(await self._hook(self.see, game.role))
-        game.busy = False
-        return observation, {"role": game.role}
+        new_game = self._game = _Game(busy=True)
+        new_game.role = self._known(await self._hook(self.start, self.task))
+        observation = _messages(await self._hook(self.see, new_game.role))
+        new_game.busy = False
+        return observation, {"role": new_game.role}
 
     async def astep(self, action: str) -> StepResult:
-        game = self._game
-        if game is None or game.over or game.busy:
+        running_game = self._game
+        if running_game is None or running_game.over or running_game.busy:
             raise ResetNeeded(f"{type(self).__name__}: call reset before step, and after the end of an episode")
-        game.busy, game.rewards = True, {}
-        game.turns += 1
-        acting, forfeited = game.role, None
+        running_game.busy, running_game.rewards = True, {}
+        running_game.turns += 1
+        acting_role, forfeited = running_game.role, None
         observation: Messages = ()
         try:
-            following = await self._hook(self.play, acting, action)
-            game.faults = 0
-        except PolicyFault as fault:
-            game.faults += 1
-            following = acting
+            following = await self._hook(self.play, acting_role, action)
+            running_game.faults = 0
+        except PolicyFault as policy_fault:
+            running_game.faults += 1
+            following = acting_role
             # The same role again, with the reason alone: `see` would show it the table a second time, and many games
             # mark what they showed as seen.
-            observation = _messages(f"not possible: {fault}")
-            if game.faults > self.retries:
-                forfeited, following = acting, None
+            observation = _messages(f"not possible: {policy_fault}")
+            if running_game.faults > self.retries:
+                forfeited, following = acting_role, None
         if following is not None:
-            game.role = self._known(following)
-            if game.faults == 0:
-                observation = _messages(await self._hook(self.see, game.role))
+            running_game.role = self._known(following)
+            if running_game.faults == 0:
+                observation = _messages(await self._hook(self.see, running_game.role))
         # A forfeit is the end of the game and no truncation: the outcome is known, so no value of a later state may be
         # added to it.
-        stop: StopReason | None = None
+        stop_reason: StopReason | None = None
         if following is None:
-            cut_off = forfeited is None and self.cut_off
-            stop = StopReason.PARSE_FAILURE if forfeited else StopReason.TRUNCATED if cut_off else StopReason.DONE
-        elif game.turns >= self.max_turns:
-            stop = StopReason.TURN_LIMIT
+            is_cut_off = forfeited is None and self.cut_off
+            stop_reason = (
+                StopReason.PARSE_FAILURE if forfeited else StopReason.TRUNCATED if is_cut_off else StopReason.DONE
+            )
+        elif running_game.turns >= self.max_turns:
+            stop_reason = StopReason.TURN_LIMIT
         # Before the outcomes are awaited, so that an `aend` which comes in between does not judge the game twice.
-        game.over = stop is not None
-        info = await self._info(game, acting, forfeited, stop)
-        game.busy = False
-        truncated = stop in (StopReason.TURN_LIMIT, StopReason.TRUNCATED)
-        return observation, game.rewards.get(acting, 0.0), game.over and not truncated, truncated, info
+        running_game.over = stop_reason is not None
+        step_info = await self._info(running_game, acting_role, forfeited, stop_reason)
+        running_game.busy = False
+        truncated = stop_reason in (StopReason.TURN_LIMIT, StopReason.TRUNCATED)
+        return (
+            observation,
+            running_game.rewards.get(acting_role, 0.0),
+            running_game.over and not truncated,
+            truncated,
+            step_info,
+        )
 
     async def aend(self, reason: StopReason) -> Info:
         """End the running episode as it stands: the outcome of every role."""
-        game = self._live()
-        if game.over:
+        live_game = self._live()
+        if live_game.over:
             return {}
-        game.over = True
+        live_game.over = True
         return await self._judged(None, reason)
 
     async def aclose(self) -> None:
@@ -149,16 +157,21 @@ class RolesEnv(Env):
     # --- inside
 
     async def _info(self, game: _Game, acting: str, forfeited: str | None, stop: StopReason | None) -> Info:
-        info: Info = {"acted": acting}
-        others = {role: amount for role, amount in game.rewards.items() if role != acting}
-        if others:
-            info["rewards"] = others
+        turn_info: Info = {"acted": acting}
+        other_rewards = {
+            other_role: role_reward for other_role, role_reward in game.rewards.items() if other_role != acting
+        }
+        if other_rewards:
+            turn_info["rewards"] = other_rewards
         if stop is None:
-            return {**info, "role": game.role}
-        return {**info, **await self._judged(forfeited, stop)}
+            return {**turn_info, "role": game.role}
+        return {**turn_info, **await self._judged(forfeited, stop)}
 
     async def _judged(self, forfeited: str | None, stop: StopReason) -> Info:
-        outcomes = {role: float(value) for role, value in (await self._hook(self.outcomes, forfeited)).items()}
+        outcomes = {
+            role_name: float(role_outcome)
+            for role_name, role_outcome in (await self._hook(self.outcomes, forfeited)).items()
+        }
         return {"outcomes": outcomes, "outcome": outcomes[self.roles[0]], "stop_reason": stop.value}
 
     def _known(self, role: str) -> str:
@@ -185,13 +198,13 @@ class OneRole(Env):
     def __init__(
         self, env: RolesEnv, *, role: str, others: Mapping[str, Policy] | Policy, success_outcome: float = 1.0
     ) -> None:
-        roles = env.roles
-        if role not in (*roles, "seed"):
-            raise UsageError(f"role = {role!r}: give one of {', '.join(roles)}, or 'seed'")
-        self._players = dict.fromkeys(roles, others) if callable(others) else dict(others)
-        missing = [name for name in roles if name != role and name not in self._players]
-        if missing:
-            raise UsageError(f"nobody plays {', '.join(missing)}: bind them in others")
+        role_names = env.roles
+        if role not in (*role_names, "seed"):
+            raise UsageError(f"role = {role!r}: give one of {', '.join(role_names)}, or 'seed'")
+        self._players = dict.fromkeys(role_names, others) if callable(others) else dict(others)
+        missing_roles = [role_name for role_name in role_names if role_name != role and role_name not in self._players]
+        if missing_roles:
+            raise UsageError(f"nobody plays {', '.join(missing_roles)}: bind them in others")
         self._env, self._chosen_role, self._success = env, role, success_outcome
         self.replayable, self.blocking = env.replayable, env.blocking  # pyright: ignore[reportAttributeAccessIssue]
         self._role = role
@@ -210,16 +223,16 @@ class OneRole(Env):
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
         await super().areset(seed=seed)
         self._role, options = self.deal(dict(options or {}))
-        self._heard: dict[str, list[Message]] = {name: [] for name in self._env.roles}
+        self._heard: dict[str, list[Message]] = {role_name: [] for role_name in self._env.roles}
         # A seed drawn from ours and not ours itself: two generators of one seed give the same numbers, and the hand
         # that is dealt would hang together with the role that was chosen.
-        observation, info = await self._env.areset(seed=int(self.np_random.integers(2**31)), options=options)
-        observation, _, _, _, info = await self._others((observation, 0.0, False, False, info))
-        return observation, self._mine(info)
+        observation, table_info = await self._env.areset(seed=int(self.np_random.integers(2**31)), options=options)
+        observation, _, _, _, table_info = await self._others((observation, 0.0, False, False, table_info))
+        return observation, self._mine(table_info)
 
     async def astep(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = await self._others(await self._env.astep(action))
-        return observation, reward, terminated, truncated, self._mine(info)
+        observation, reward, terminated, truncated, table_info = await self._others(await self._env.astep(action))
+        return observation, reward, terminated, truncated, self._mine(table_info)
 
     async def aend(self, reason: StopReason) -> Info:
         return self._mine(await self._env.aend(reason))
@@ -229,29 +242,31 @@ class OneRole(Env):
 
     def _mine(self, info: Info) -> Info:
         """An info as the learner's alone."""
-        mine = {key: value for key, value in info.items() if key not in _ROLE_KEYS}
+        own_info = {info_key: info_value for info_key, info_value in info.items() if info_key not in _ROLE_KEYS}
         if "outcomes" in info:
-            mine["outcome"] = info["outcomes"][self._role]
-            mine["success"] = mine["outcome"] >= self._success
-        return mine
+            own_info["outcome"] = info["outcomes"][self._role]
+            own_info["success"] = own_info["outcome"] >= self._success
+        return own_info
 
     async def _others(self, step: StepResult) -> StepResult:
         """Let the others play until the learner acts or the game is over; the learner's rewards add up."""
-        observation, reward, terminated, truncated, info = step
+        observation, reward, terminated, truncated, table_info = step
         # The reward of a step is the acting role's. A learner that moves and is then fined for what its opponent did
         # gets both in one number, because it sees the game only when it acts again.
-        mine = reward if info.get("acted") == self._role else 0.0
+        own_reward = reward if table_info.get("acted") == self._role else 0.0
         while True:
-            if info.get("acted") != self._role:
-                mine += info.get("rewards", {}).get(self._role, 0.0)
-            role = info.get("role")
-            if terminated or truncated or role == self._role:
-                return observation, mine, terminated, truncated, dict(info)
-            heard = self._heard[cast(str, role)]
-            heard.extend(observation)
-            text = await sync_async.call(self._players[str(role)], tuple(heard), self.np_random, blocking=self.blocking)
-            heard.append(Message(role="assistant", content=text))
-            observation, _, terminated, truncated, info = await self._env.astep(text)
+            if table_info.get("acted") != self._role:
+                own_reward += table_info.get("rewards", {}).get(self._role, 0.0)
+            acting_role = table_info.get("role")
+            if terminated or truncated or acting_role == self._role:
+                return observation, own_reward, terminated, truncated, dict(table_info)
+            heard_messages = self._heard[cast(str, acting_role)]
+            heard_messages.extend(observation)
+            policy_text = await sync_async.call(
+                self._players[str(acting_role)], tuple(heard_messages), self.np_random, blocking=self.blocking
+            )
+            heard_messages.append(Message(role="assistant", content=policy_text))
+            observation, _, terminated, truncated, table_info = await self._env.astep(policy_text)
 
 
 _ROLE_KEYS = frozenset({"role", "acted", "rewards", "outcomes"})

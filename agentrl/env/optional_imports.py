@@ -14,7 +14,7 @@ def require(module: str, *, what: str, package: str | None = None, command: str 
     else by the package's own name."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ImportError as import_error:
         package = package or module.partition(".")[0]
         command = command or f"pip install {package}"
-        raise UsageError(f"{what} needs the package {package!r}: {command} ({error})") from error
+        raise UsageError(f"{what} needs the package {package!r}: {command} ({import_error})") from import_error

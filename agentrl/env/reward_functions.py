@@ -63,9 +63,9 @@ class RewardFunction:
         """A function that is at hand already."""
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError) as signature_error:
             raise UsageError(
-                f"the reward function {name!r} is no function whose arguments are known: {error}"
+                f"the reward function {name!r} is no function whose arguments are known: {signature_error}"
             ) from None
         parameters = signature.parameters.values()
         named_parameters = [
@@ -75,66 +75,78 @@ class RewardFunction:
         ]
         # By the names of its arguments, which TRL calls by name: a function that takes `completions` cannot mean
         # anything else, and `**kwargs` alone is TRL's most general form.
-        batched = any(parameter.name in _TRL for parameter in named_parameters) or (
+        is_batched = any(parameter.name in _TRL for parameter in named_parameters) or (
             not named_parameters and _is_open(signature)
         )
-        if not batched:
+        if not is_batched:
             try:
                 signature.bind((), "", {})
             except TypeError:
                 raise UsageError(f"the reward function {name!r} takes {signature}: {_FORMS}") from None
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        takes = None if any_name else frozenset(parameter.name for parameter in named_parameters)
-        needs = frozenset(parameter.name for parameter in named_parameters if parameter.default is parameter.empty)
-        return cls(name, function, batched, takes, needs)
+        taken_names = None if any_name else frozenset(parameter.name for parameter in named_parameters)
+        needed_names = frozenset(
+            parameter.name for parameter in named_parameters if parameter.default is parameter.empty
+        )
+        return cls(name, function, is_batched, taken_names, needed_names)
 
     def __call__(self, answer: Answer) -> float | None:
         """The score of one answer; None as in TRL, where a function says by it that it is not for such rows. Raises
         EnvError for what is no finite number, UsageError for a column that the row does not have."""
-        score = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
-        if inspect.isawaitable(score):
-            score = asyncio.run(_awaited(score))
+        returned = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
         if self.batched:
-            score = self._only(score)
-        return None if score is None and self.batched else self._number(score)
+            returned = self._only(returned)
+        return None if returned is None and self.batched else self._number(returned)
 
     def _batch(self, answer: Answer) -> Any:
-        columns: dict[str, Any] = {name: [value] for name, value in answer.row.items()}
-        talk: list[Any] = list(answer.messages) or [{"role": "assistant", "content": answer.completion}]
-        prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
-        arguments = {**columns, "prompts": [prompt], "completions": [talk if answer.talk else answer.completion]}
+        columns: dict[str, Any] = {column_name: [cell_value] for column_name, cell_value in answer.row.items()}
+        completion_messages: list[Any] = list(answer.messages) or [{"role": "assistant", "content": answer.completion}]
+        asked_prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
+        arguments = {
+            **columns,
+            "prompts": [asked_prompt],
+            "completions": [completion_messages if answer.talk else answer.completion],
+        }
         if answer.environment is not None:
             arguments["environments"] = [answer.environment]
-        if missing := sorted(self.needs - arguments.keys()):
+        if missing_names := sorted(self.needs - arguments.keys()):
             row_columns = ", ".join(sorted(answer.row))
             raise UsageError(
-                f"the reward function {self.name!r} asks for {', '.join(missing)}; a row has {row_columns}"
+                f"the reward function {self.name!r} asks for {', '.join(missing_names)}; a row has {row_columns}"
             )
         return self.function(
-            **{key: value for key, value in arguments.items() if self.takes is None or key in self.takes}
+            **{
+                argument_name: cell_value
+                for argument_name, cell_value in arguments.items()
+                if self.takes is None or argument_name in self.takes
+            }
         )
 
     def _only(self, returned: Any) -> Any:
-        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        returned_list = returned.tolist() if hasattr(returned, "tolist") else returned
         # Exactly one number for one completion. A function that returns a list of another length has read the batch
         # wrongly, and taking its first number would hide that.
-        if not isinstance(values, list | tuple) or len(cast("Sequence[Any]", values)) != 1:
+        if not isinstance(returned_list, list | tuple) or len(cast("Sequence[Any]", returned_list)) != 1:
             raise EnvError(
                 f"the reward function {self.name!r} returned {returned!r:.80}: return one number per completion"
             )
-        return cast("Sequence[Any]", values)[0]
+        return cast("Sequence[Any]", returned_list)[0]
 
     def _number(self, returned: Any) -> float:
-        score = returned.item() if getattr(returned, "shape", None) == () and hasattr(returned, "item") else returned
-        if not isinstance(score, Real) or not math.isfinite(score):
+        plain_score = (
+            returned.item() if getattr(returned, "shape", None) == () and hasattr(returned, "item") else returned
+        )
+        if not isinstance(plain_score, Real) or not math.isfinite(plain_score):
             raise EnvError(f"the reward function {self.name!r} returned {returned!r:.80}: return a finite number")
-        return float(score)
+        return float(plain_score)
 
 
 def _is_open(signature: inspect.Signature) -> bool:
     """Whether a function takes any arguments by name and none by place, as TRL gives them."""
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return kinds == {inspect.Parameter.VAR_KEYWORD}
+    parameter_kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return parameter_kinds == {inspect.Parameter.VAR_KEYWORD}
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -66,26 +66,28 @@ class RewardProcesses:
         """Have all functions judge an answer, one after the other, within `deadline_s` seconds altogether.
 
         Raises HostBusy where this machine has no process in time, or gives it no processor; else as a function does."""
-        scores: dict[str, float | None] = {}
+        scores_by_name: dict[str, float | None] = {}
         left_s = deadline_s
-        process = self._take()
+        taken_process = self._take()
         try:
-            for name in self.names:
-                scores[name], used_s = process.score(name, answer, left_s)
+            for function_name in self.names:
+                scores_by_name[function_name], used_s = taken_process.score(function_name, answer, left_s)
                 left_s = max(0.0, left_s - used_s)
         except Hangs:
             pass
         finally:
-            self._give_back(process)
-        return AnswerScores(scores, [name for name in self.names if name not in scores])
+            self._give_back(taken_process)
+        return AnswerScores(
+            scores_by_name, [function_name for function_name in self.names if function_name not in scores_by_name]
+        )
 
     def close(self) -> None:
         """End the processes that are idle."""
         with self._changed:
-            ended, self._idle = self._idle, []
-            self._started -= len(ended)
-        for process in ended:
-            process.end()
+            idle_processes, self._idle = self._idle, []
+            self._started -= len(idle_processes)
+        for idle_process in idle_processes:
+            idle_process.end()
 
     def _take(self) -> _Process:
         """An idle process; a new one if none becomes idle soon."""
@@ -94,22 +96,24 @@ class RewardProcesses:
 
     def _next(self) -> _Process | None:
         """An idle process, or None and the right to start one."""
-        ticket, began = object(), time.monotonic()
+        own_ticket, wait_began = object(), time.monotonic()
 
         def may_go() -> bool:
             # The first process starts at once; a further one only if none of those that there are becomes idle soon.
             # Each imports the functions anew, often with torch or sympy behind them, and most answers are judged in
             # milliseconds.
-            starts = self._started < self.most and (not self._started or time.monotonic() >= began + _PATIENCE_S)
-            return self._waiting[0] is ticket and (bool(self._idle) or starts)
+            may_start = self._started < self.most and (
+                not self._started or time.monotonic() >= wait_began + _PATIENCE_S
+            )
+            return self._waiting[0] is own_ticket and (bool(self._idle) or may_start)
 
         with self._changed:
-            self._waiting.append(ticket)
+            self._waiting.append(own_ticket)
             try:
                 while True:
                     while not self._changed.wait_for(may_go, timeout=_LOOK_S):
                         _leave_if_abandoned()
-                        if time.monotonic() - began > HOST_DEADLINE_S:
+                        if time.monotonic() - wait_began > HOST_DEADLINE_S:
                             raise HostBusy(
                                 f"waited {HOST_DEADLINE_S:g} s for one of {self.most} reward processes:"
                                 " give more processes, or fewer episodes at once"
@@ -117,11 +121,11 @@ class RewardProcesses:
                     if not self._idle:
                         self._started += 1
                         return None
-                    if (process := self._idle.pop()).lives:
-                        return process
+                    if (idle_process := self._idle.pop()).lives:
+                        return idle_process
                     self._started -= 1
             finally:
-                self._waiting.remove(ticket)
+                self._waiting.remove(own_ticket)
                 self._changed.notify_all()
 
     def _start(self) -> _Process:
@@ -152,12 +156,12 @@ class _Process:
     """One process. Raises EnvError or UsageError if it does not start."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        python_path = os.pathsep.join(path_entry for path_entry in sys.path if path_entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path},
             # Its own group, so that what a function has started is ended with it, and Ctrl-C of the terminal reaches
             # nobody here.
             process_group=0,
@@ -175,47 +179,49 @@ class _Process:
     def score(self, name: str, answer: Answer, deadline_s: float) -> tuple[float | None, float]:
         """The function's score, and how many seconds it took. Raises Hangs, and ends the process, past `deadline_s`.
         Time in which this machine gave the process no processor does not count."""
-        used, began = CpuTime(self._process.pid), time.monotonic()
-        used.begin()
+        cpu_account, call_began = CpuTime(self._process.pid), time.monotonic()
+        cpu_account.begin()
         try:
             stdin = cast("IO[bytes]", self._process.stdin)
             stdin.write(json.dumps({"name": name, **asdict(answer)}).encode() + b"\n")
             stdin.flush()
-        except OSError as error:
+        except OSError as pipe_error:
             self.end()
-            raise EnvError(f"the process of the reward functions ended: {error}") from error
-        score = self._answer(deadline_s, used)["score"]
-        if (wall_s := time.monotonic() - began) > _LOOK_S:
-            credit_host(used.look())
-        return score, max(0.0, wall_s - used.starved_s)
+            raise EnvError(f"the process of the reward functions ended: {pipe_error}") from pipe_error
+        function_score = self._answer(deadline_s, cpu_account)["score"]
+        if (wall_s := time.monotonic() - call_began) > _LOOK_S:
+            credit_host(cpu_account.look())
+        return function_score, max(0.0, wall_s - cpu_account.starved_s)
 
     def end(self) -> None:
         kill_group(self._process.pid)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for open_pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
-                cast("IO[bytes]", pipe).close()
+                cast("IO[bytes]", open_pipe).close()
 
     def _answer(self, deadline_s: float, used: CpuTime | None = None) -> dict[str, Any]:
-        line = self._line(deadline_s, used)
-        answer: dict[str, Any] = json.loads(line) if line else {"error": f"ended with status {self._process.wait()}"}
-        if "error" not in answer:
-            return answer
-        if not line:
+        answer_line = self._line(deadline_s, used)
+        read_answer: dict[str, Any] = (
+            json.loads(answer_line) if answer_line else {"error": f"ended with status {self._process.wait()}"}
+        )
+        if "error" not in read_answer:
+            return read_answer
+        if not answer_line:
             self.end()
-            raise EnvError(f"the process of the reward functions {answer['error']}: its output is in the log")
-        raise (UsageError if answer.get("usage") else EnvError)(answer["error"])
+            raise EnvError(f"the process of the reward functions {read_answer['error']}: its output is in the log")
+        raise (UsageError if read_answer.get("usage") else EnvError)(read_answer["error"])
 
     def _line(self, left_s: float, used: CpuTime | None) -> bytes:
         """The next line; b"" at the end of the process. Raises Hangs, and ends it, if none comes in time."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
         # Not `select.select`, which fails for descriptors above 1023; a worker with many boxes has more.
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
+        output_poll = select.poll()
+        output_poll.register(descriptor, select.POLLIN)
         while b"\n" not in self._read:
-            began = time.monotonic()
-            if not poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
-                left_s -= time.monotonic() - began
+            look_began = time.monotonic()
+            if not output_poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
+                left_s -= time.monotonic() - look_began
                 # Past the deadline the kernel is asked how long the process was ready to run and got no processor. That
                 # time is the host's, not the answer's (law 3), and is given back before anybody is called late.
                 if left_s <= 0 and used is not None:
@@ -232,51 +238,51 @@ class _Process:
                         raise starved_out(used.starved_s, used.cpu_s)
                     raise Hangs
                 continue
-            data = os.read(descriptor, 1 << 16)
-            if not data:
+            new_bytes = os.read(descriptor, 1 << 16)
+            if not new_bytes:
                 return b""
-            self._read += data
-        line, _, self._read = self._read.partition(b"\n")
-        return line
+            self._read += new_bytes
+        first_line, _, self._read = self._read.partition(b"\n")
+        return first_line
 
 
 def main(names: Sequence[str]) -> None:
     """Serve the functions until standard input ends. What they print goes to standard error."""
     # Standard output is for answers alone, so whatever a function prints goes to standard error: one stray `print`
     # would otherwise be read as a score.
-    answers = os.fdopen(os.dup(1), "w")
+    answer_file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin.buffer:
-            requests.put(line)
+        for request_line in sys.stdin.buffer:
+            requests.put(request_line)
         # Without waiting for the main thread, in which a function may hang: the owner is gone, and nobody reads what it
         # returns (law 4).
         os._exit(0)
 
     def answer(document: dict[str, Any]) -> None:
-        answers.write(json.dumps(document) + "\n")
-        answers.flush()
+        answer_file.write(json.dumps(document) + "\n")
+        answer_file.flush()
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        functions = {name: RewardFunction.of(name) for name in names}
-    except UsageError as error:
-        answer({"error": str(error), "usage": True})
+        functions = {function_name: RewardFunction.of(function_name) for function_name in names}
+    except UsageError as call_error:
+        answer({"error": str(call_error), "usage": True})
         return
     answer({})
     while True:
-        request: dict[str, Any] = json.loads(requests.get())
-        name = str(request.pop("name"))
+        next_request: dict[str, Any] = json.loads(requests.get())
+        function_name = str(next_request.pop("name"))
         try:
-            answer({"score": functions[name](Answer(**request))})
-        except AgentRLError as error:
-            answer({"error": str(error), "usage": isinstance(error, UsageError)})
-        except (Exception, SystemExit) as error:
+            answer({"score": functions[function_name](Answer(**next_request))})
+        except AgentRLError as call_error:
+            answer({"error": str(call_error), "usage": isinstance(call_error, UsageError)})
+        except (Exception, SystemExit) as call_error:
             traceback.print_exc()
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            answer({"error": f"the reward function {name!r} raised {problem} ({place_of(error)})"})
+            problem = " ".join(f"{type(call_error).__name__}: {call_error}".split())
+            answer({"error": f"the reward function {function_name!r} raised {problem} ({place_of(call_error)})"})
 
 
 if __name__ == "__main__":

@@ -63,27 +63,29 @@ class Past:
 
     def acted(self, text: str, *, cut: bool, id: str, answer: Sequence[Any]) -> None:
         """An action was answered. Raises EnvError if it was answered otherwise before."""
-        turn = len(self.actions)
+        turn_index = len(self.actions)
         self.actions.append(Action(text, cut, id, _digest(answer)))
-        if self.again is not None and self.actions[turn].answer != self.again.actions[turn].answer:
-            raise EnvError(f"turn {turn} was answered differently")
+        if self.again is not None and self.actions[turn_index].answer != self.again.actions[turn_index].answer:
+            raise EnvError(f"turn {turn_index} was answered differently")
 
     def written(self, meter: Sequence[float]) -> bytes:
         """The record, without the files; `meter` is what the episode has used. Raises SandboxError without one."""
         # No snapshot is better than one that lies: what the tape could not record, an answer without end for example,
         # could not be played back either.
-        if flaw := self.tape.flaw or ("a copy of its box is open" if self.tape.copies_open else ""):
-            raise unsaved(flaw)
+        if record_flaw := self.tape.flaw or ("a copy of its box is open" if self.tape.copies_open else ""):
+            raise unsaved(record_flaw)
         document = {
             "seed": self.seed,
             "options": dict(self.options),
             "start": self.start,
-            "actions": [[action.text, action.cut, action.id, action.answer] for action in self.actions],
+            "actions": [
+                [past_action.text, past_action.cut, past_action.id, past_action.answer] for past_action in self.actions
+            ],
             "calls": self.tape.entries,
             "meter": list(meter),
         }
-        packed = zstandard.compress(json.dumps(document).encode(), _LEVEL)
-        return _MAGIC + _LENGTH.pack(len(packed)) + packed
+        packed_record = zstandard.compress(json.dumps(document).encode(), _LEVEL)
+        return _MAGIC + _LENGTH.pack(len(packed_record)) + packed_record
 
 
 class Recorded(Env):
@@ -104,85 +106,94 @@ class Recorded(Env):
     @property
     def has_snapshots(self) -> bool:
         """Whether the class wrote its own, or its episodes have a box."""
-        overridden = [getattr(type(self), name) is not getattr(Recorded, name) for name in ("snapshot", "restore")]
+        overridden = [
+            getattr(type(self), method_name) is not getattr(Recorded, method_name)
+            for method_name in ("snapshot", "restore")
+        ]
         return all(overridden) if any(overridden) else self._record_box() is not None
 
     async def snapshot(self) -> bytes:
         """Save the actions so far, and the files of the box. Raises SandboxError if they cannot tell where the episode
         stands."""
-        past, meter, box = self._record, self._record_meter(), self._record_box()
-        if past is None or meter is None or box is None:
+        own_past, episode_meter, episode_box = self._record, self._record_meter(), self._record_box()
+        if own_past is None or episode_meter is None or episode_box is None:
             raise EnvError(f"{type(self).__name__} has no episode with a box that stands between two steps")
-        record = past.written(meter.used)
-        return record + await box.pack(self.snapshot_bytes - len(record))
+        record_bytes = own_past.written(episode_meter.used)
+        return record_bytes + await episode_box.pack(self.snapshot_bytes - len(record_bytes))
 
     async def restore(self, snapshot: bytes) -> None:
         """Do again what was done, with the box's answers of then, and put the files into a box. Raises EnvError if it
         comes out otherwise."""
-        past = self._record_again = read_past(snapshot, self.snapshot_bytes)
+        saved_past = self._record_again = read_past(snapshot, self.snapshot_bytes)
         try:
-            await self.areset(seed=past.seed, options=past.options)
-            for action in past.actions:
-                self.action_cut, self.action_id = action.cut, action.id
-                await self.astep(action.text)
+            await self.areset(seed=saved_past.seed, options=saved_past.options)
+            for past_action in saved_past.actions:
+                self.action_cut, self.action_id = past_action.cut, past_action.id
+                await self.astep(past_action.text)
         finally:
             self._record_again = None
         # From here on calls reach the real box. Before the files are unpacked, since unpacking is itself a call to it.
-        past.tape.end()
-        box, meter = self._record_box(), self._record_meter()
-        if self._record is None or meter is None or box is None:
+        saved_past.tape.end()
+        episode_box, episode_meter = self._record_box(), self._record_meter()
+        if self._record is None or episode_meter is None or episode_box is None:
             raise EnvError(f"{type(self).__name__} has no episode with a box after it was restored")
         self._record.again = None
-        meter.resume(*past.meter)
-        await box.unpack(past.files)
+        episode_meter.resume(*saved_past.meter)
+        await episode_box.unpack(saved_past.files)
 
     def _begin_record(self, seed: int | None, options: Mapping[str, Json] | None) -> Past:
-        again = self._record_again
-        tape = Tape(_EXPANDS * self.snapshot_bytes) if again is None else again.tape
-        self._record = Past(tape, seed, dict(options or {}), again=again)
-        if (box := self._record_box()) is not None:
-            box.tape = tape
+        past_again = self._record_again
+        call_tape = Tape(_EXPANDS * self.snapshot_bytes) if past_again is None else past_again.tape
+        self._record = Past(call_tape, seed, dict(options or {}), again=past_again)
+        if (episode_box := self._record_box()) is not None:
+            episode_box.tape = call_tape
         return self._record
 
     def _record_action(self, action: str, answer: StepResult) -> None:
-        observation, _, terminated, truncated, info = answer
+        observation, _, terminated, truncated, step_info = answer
         assert self._record is not None
         # What the next turn rests on. The reward is left out, as in a replay: the recorded one counts, and a judge may
         # word it differently the second time.
-        compared = (observation, info.get("history"), info.get("role"), terminated, truncated)
+        compared = (observation, step_info.get("history"), step_info.get("role"), terminated, truncated)
         self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=compared)
 
 
 def read_past(data: bytes, snapshot_bytes: int) -> Past:
     """A past to be repeated, of `Past.written` and a packed box. Raises EnvError if the bytes are something else."""
-    head = len(_MAGIC) + _LENGTH.size
-    if not data.startswith(_MAGIC) or len(data) < head:
+    head_size = len(_MAGIC) + _LENGTH.size
+    if not data.startswith(_MAGIC) or len(data) < head_size:
         raise EnvError("the snapshot is damaged: these bytes are no episode with a box")
-    end = head + _LENGTH.unpack_from(data, len(_MAGIC))[0]
-    most = 2 * _EXPANDS * snapshot_bytes
+    record_end = head_size + _LENGTH.unpack_from(data, len(_MAGIC))[0]
+    most_bytes = 2 * _EXPANDS * snapshot_bytes
     try:
         # As a stream with a bound: the bytes come from a store that others may have written, and a few kilobytes of
         # zstandard can claim to be terabytes.
-        with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data[head:end]) as stream:
-            text = stream.read(most + 1)
-        if len(text) > most:
-            raise ValueError(f"its record has more than {most} bytes")
-        record: Any = json.loads(text)
-        calls = [(_str(key), cast("Mapping[str, Json]", answer)) for key, answer in record["calls"]]
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(
+            data[head_size:record_end]
+        ) as record_stream:
+            record_text = record_stream.read(most_bytes + 1)
+        if len(record_text) > most_bytes:
+            raise ValueError(f"its record has more than {most_bytes} bytes")
+        record: Any = json.loads(record_text)
+        recorded_calls = [
+            (_str(call_key), cast("Mapping[str, Json]", call_answer)) for call_key, call_answer in record["calls"]
+        ]
         if not all(
-            isinstance(answer, dict) and len(answer) == 1 and {*answer} <= {"answer", "refused"} for _, answer in calls
+            isinstance(call_answer, dict) and len(call_answer) == 1 and {*call_answer} <= {"answer", "refused"}
+            for _, call_answer in recorded_calls
         ):
             raise ValueError("a call without an answer")
         return Past(
-            Tape(most, calls),
+            Tape(most_bytes, recorded_calls),
             seed=None if record["seed"] is None else int(record["seed"]),
             options=dict(record["options"]),
             start=_str(record["start"]),
             actions=[
-                Action(_str(text), bool(cut), _str(id), _str(answer)) for text, cut, id, answer in record["actions"]
+                Action(_str(action_text), bool(was_cut), _str(action_id), _str(call_answer))
+                for action_text, was_cut, action_id, call_answer in record["actions"]
             ],
             meter=_three(record["meter"]),
-            files=data[end:],
+            files=data[record_end:],
         )
     except (
         zstandard.ZstdError,
@@ -192,13 +203,13 @@ def read_past(data: bytes, snapshot_bytes: int) -> Past:
         AttributeError,
         ArithmeticError,
         RecursionError,
-    ) as error:
-        raise EnvError(f"the snapshot is damaged: {error}") from error
+    ) as record_error:
+        raise EnvError(f"the snapshot is damaged: {record_error}") from record_error
 
 
 def _three(value: Sequence[Any]) -> tuple[float, float, float]:
     tokens, seconds, tool_seconds = map(float, value)
-    if not all(0 <= amount < inf for amount in (tokens, seconds, tool_seconds)):
+    if not all(0 <= used_amount < inf for used_amount in (tokens, seconds, tool_seconds)):
         raise ValueError("no episode can have used what its meter says")
     return tokens, seconds, tool_seconds
 

@@ -108,8 +108,8 @@ class Messages(Space[records.Messages]):
         seed: int | np.random.Generator | None = None,
     ) -> None:
         if min(max_messages, max_length, max_images) < 0:
-            limits = f"max_messages = {max_messages}, max_length = {max_length}, max_images = {max_images}"
-            raise ValueError(f"{limits}: give 0 or more")
+            limits_text = f"max_messages = {max_messages}, max_length = {max_length}, max_images = {max_images}"
+            raise ValueError(f"{limits_text}: give 0 or more")
         self.max_messages, self.max_length, self.max_images = max_messages, max_length, max_images
         super().__init__(dtype=object, seed=seed)
 
@@ -117,13 +117,13 @@ class Messages(Space[records.Messages]):
         """Up to three random messages; masks mean nothing here and are refused."""
         if mask is not None or probability is not None:
             raise ValueError("Messages samples freely: it takes no mask and no probability")
-        count = int(self.np_random.integers(0, min(3, self.max_messages) + 1))
+        message_count = int(self.np_random.integers(0, min(3, self.max_messages) + 1))
         return tuple(
             records.Message(
                 role=ROLES[int(self.np_random.integers(0, len(ROLES)))],
                 content=_sample_text(self.np_random, self.max_length),
             )
-            for _ in range(count)
+            for _ in range(message_count)
         )
 
     def contains(self, x: Any) -> bool:
@@ -136,43 +136,43 @@ class Messages(Space[records.Messages]):
         messages = cast("tuple[Any, ...]", x)
         if len(messages) > self.max_messages:
             return f"{len(messages)} messages, at most {self.max_messages} allowed"
-        shown = 0
-        for index, message in enumerate(messages):
+        image_count = 0
+        for message_index, message in enumerate(messages):
             if reason := self._why_not_message(message):
-                return f"message {index}: {reason}"
-            shown += len(with_images(message).get("images", ()))
-        if shown > self.max_images:
-            hint = f"declare observation_space = Messages(max_images={shown}), or show fewer"
-            return f"{shown} images, at most {self.max_images} allowed: {hint}"
+                return f"message {message_index}: {reason}"
+            image_count += len(with_images(message).get("images", ()))
+        if image_count > self.max_images:
+            correction = f"declare observation_space = Messages(max_images={image_count}), or show fewer"
+            return f"{image_count} images, at most {self.max_images} allowed: {correction}"
         return None
 
     def _why_not_message(self, message: Any) -> str | None:
         if not isinstance(message, dict):
             return f"a {type(message).__name__}, not a dict"
-        fields = cast("dict[str, Any]", message)
+        message_fields = cast("dict[str, Any]", message)
         try:
-            fields = with_images(fields)
-            for image in fields.get("images", ()):
-                images.from_url(image["url"])
+            message_fields = with_images(message_fields)
+            for shown_image in message_fields.get("images", ()):
+                images.from_url(shown_image["url"])
                 # Sliced for its errors: a content that is no text, and a place that is no number, raise here as they
                 # would in the renderer.
-                fields["content"][: image["at"]]
-        except ValueError as error:
-            return str(error)
+                message_fields["content"][: shown_image["at"]]
+        except ValueError as content_error:
+            return str(content_error)
         except (TypeError, LookupError, AttributeError):
-            return f"images = {fields.get('images')!r:.60}: leave it out, and give a list of parts as content"
-        role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not role:
-            return f"role = {role!r}, not a name"
+            return f"images = {message_fields.get('images')!r:.60}: leave it out, and give a list of parts as content"
+        message_role, content = message_fields.get("role"), message_fields.get("content")
+        if not isinstance(message_role, str) or not message_role:
+            return f"role = {message_role!r}, not a name"
         if not isinstance(content, str):
             return f"content is a {type(content).__name__}, not text"
         if len(content) > self.max_length:
             return f"content of {len(content)} characters, at most {self.max_length} allowed"
         try:
-            written = _JSON.encode(fields)
-        except (TypeError, ValueError, RecursionError) as error:
-            return f"not JSON-safe: {error}"
-        return None if is_unicode(written) else "holds a lone surrogate, which UTF-8 cannot carry"
+            json_text = _JSON.encode(message_fields)
+        except (TypeError, ValueError, RecursionError) as content_error:
+            return f"not JSON-safe: {content_error}"
+        return None if is_unicode(json_text) else "holds a lone surrogate, which UTF-8 cannot carry"
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -185,8 +185,8 @@ class Messages(Space[records.Messages]):
         return [tuple(cast("list[records.Message]", messages)) for messages in sample_n]
 
     def __repr__(self) -> str:
-        shown = f", max_images={self.max_images}" if self.max_images else ""
-        return f"Messages({self.max_messages}, {self.max_length}{shown})"
+        image_part = f", max_images={self.max_images}" if self.max_images else ""
+        return f"Messages({self.max_messages}, {self.max_length}{image_part})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Messages) and (self.max_messages, self.max_length, self.max_images) == (
@@ -201,8 +201,8 @@ class Messages(Space[records.Messages]):
 def _sample_text(rng: np.random.Generator, max_length: int) -> str:
     characters: list[str] = []
     for _ in range(int(rng.integers(0, min(max_length, _SAMPLE_CHARS) + 1))):
-        low, high = _ALPHABETS[int(rng.integers(0, len(_ALPHABETS)))]
-        characters.append(chr(int(rng.integers(low, high + 1))))
+        first_code, last_code = _ALPHABETS[int(rng.integers(0, len(_ALPHABETS)))]
+        characters.append(chr(int(rng.integers(first_code, last_code + 1))))
     return "".join(characters)
 
 
@@ -216,14 +216,14 @@ class _Slots:
         return self._count
 
     def __iter__(self) -> Iterator[records.Messages]:
-        return (self[index] for index in range(self._count))
+        return (self[slot_index] for slot_index in range(self._count))
 
     def __getitem__(self, index: int) -> records.Messages:
         # By way of a range, which knows negative indices and refuses others.
-        start = range(self._count)[index] * (_SIZE_BYTES + _SLOT_BYTES)
-        body = start + _SIZE_BYTES
-        size = int.from_bytes(bytes(self._memory[start:body]))
-        return tuple(json.loads(bytes(self._memory[body : body + size]))) if size else ()
+        slot_start = range(self._count)[index] * (_SIZE_BYTES + _SLOT_BYTES)
+        body_start = slot_start + _SIZE_BYTES
+        body_size = int.from_bytes(bytes(self._memory[slot_start:body_start]))
+        return tuple(json.loads(bytes(self._memory[body_start : body_start + body_size]))) if body_size else ()
 
     def __deepcopy__(self, memo: object) -> tuple[records.Messages, ...]:
         return tuple(self)
@@ -241,9 +241,13 @@ def _read(space: Messages, shared_memory: Array[c_char], n: int = 1) -> Any:
 
 @write_to_shared_memory.register(Messages)
 def _write(space: Messages, index: int, value: records.Messages, shared_memory: Array[c_char]) -> None:
-    body = json.dumps(value).encode()
-    if len(body) > _SLOT_BYTES:
-        hint = "give vector_kwargs={'shared_memory': False}, or take agentrl.make_vec"
-        raise UsageError(f"an observation of {len(body)} bytes: shared memory has {_SLOT_BYTES} for each: {hint}")
-    start = index * (_SIZE_BYTES + _SLOT_BYTES)
-    shared_memory[start : start + _SIZE_BYTES + len(body)] = len(body).to_bytes(_SIZE_BYTES) + body
+    json_bytes = json.dumps(value).encode()
+    if len(json_bytes) > _SLOT_BYTES:
+        correction = "give vector_kwargs={'shared_memory': False}, or take agentrl.make_vec"
+        raise UsageError(
+            f"an observation of {len(json_bytes)} bytes: shared memory has {_SLOT_BYTES} for each: {correction}"
+        )
+    slot_start = index * (_SIZE_BYTES + _SLOT_BYTES)
+    shared_memory[slot_start : slot_start + _SIZE_BYTES + len(json_bytes)] = (
+        len(json_bytes).to_bytes(_SIZE_BYTES) + json_bytes
+    )

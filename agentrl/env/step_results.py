@@ -28,17 +28,17 @@ _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize, max_images=spaces.M
 async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
     """Reset for a task: what comes of it, in messages of at most about `most` bytes. Raises EnvError for an answer that
     breaks the contract."""
-    where = f"{task.env}: reset"
-    observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), where)
-    return _step(where, observation, info, most)
+    call_name = f"{task.env}: reset"
+    observation, reset_info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), call_name)
+    return _step(call_name, observation, reset_info, most)
 
 
 async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None, turn: int | None = None) -> Step:
     """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
     Raises EnvError for an answer that breaks the contract; it names the `turn`."""
-    where = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
-    observation, reward, terminated, truncated, info = of_step(await env.astep(action), where)
-    return _step(where, observation, info, most, reward, terminated, truncated)
+    call_name = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
+    observation, reward, terminated, truncated, step_info = of_step(await env.astep(action), call_name)
+    return _step(call_name, observation, step_info, most, reward, terminated, truncated)
 
 
 async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
@@ -76,17 +76,17 @@ def of_step(answer: Any, what: str) -> tuple[Any, ...]:
 def _parts(answer: Any, what: str, form: str, count: int) -> tuple[Any, ...]:
     if not isinstance(answer, tuple):
         raise EnvError(f"{what} returned a {type(answer).__name__}: return {form}")
-    parts = cast("tuple[Any, ...]", answer)
-    if len(parts) != count:
-        raise EnvError(f"{what} returned {len(parts)} values: return {form}")
-    return parts
+    answer_parts = cast("tuple[Any, ...]", answer)
+    if len(answer_parts) != count:
+        raise EnvError(f"{what} returned {len(answer_parts)} values: return {form}")
+    return answer_parts
 
 
 def _messages(observation: Any, what: str) -> Messages:
-    messages: Any = tuple(cast("list[Any]", observation)) if isinstance(observation, list) else observation
-    if reason := _MESSAGES.why_not(messages):
+    message_tuple: Any = tuple(cast("list[Any]", observation)) if isinstance(observation, list) else observation
+    if reason := _MESSAGES.why_not(message_tuple):
         raise EnvError(f"{what}: {reason}")
-    return messages
+    return message_tuple
 
 
 def _step(
@@ -106,49 +106,49 @@ def _step(
 
     if not isinstance(info, dict):
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
-    fields = dict(cast("dict[str, Any]", info))
-    earned = _number(reward, f"{what}: reward")
-    observation, lost = _cut(_read(observation, f"{what}: observation"), most)
+    info_fields = dict(cast("dict[str, Any]", info))
+    earned_reward = _number(reward, f"{what}: reward")
+    observation, lost_bytes = _cut(_read(observation, f"{what}: observation"), most)
     # Numbers, tables and the JSON check below cost more than all the rest of a short step, and most steps of most
     # environments say nothing in their info.
-    if not fields:  # most often
+    if not info_fields:  # most often
         return Step(
             observation=_messages(observation, f"{what}: observation"),
-            reward=earned,
+            reward=earned_reward,
             terminated=bool(terminated),
             truncated=bool(truncated),
-            observation_cut=lost,
+            observation_cut=lost_bytes,
         )
     # Numbers leave the info before it is tried as JSON: an environment may hand over a scalar (float32 of numpy), which
     # `json.dumps` refuses and `_number` turns into a float. Only what has no meaning here must be JSON as it stands.
-    outcome, unsettled = fields.pop("outcome", None), fields.pop("unsettled", None) or 0.0
-    rewards, outcomes = fields.pop("rewards", None), fields.pop("outcomes", None)
-    numbers: dict[str, Any] = {
-        "reward": earned,
+    outcome, unsettled = info_fields.pop("outcome", None), info_fields.pop("unsettled", None) or 0.0
+    rewards, outcomes = info_fields.pop("rewards", None), info_fields.pop("outcomes", None)
+    number_fields: dict[str, Any] = {
+        "reward": earned_reward,
         "outcome": None if outcome is None else _number(outcome, named("outcome")),
         "rewards": _by_role(rewards, named("rewards")),
         "outcomes": _by_role(outcomes, named("outcomes")),
         "unsettled": _number(unsettled, named("unsettled")),
     }
-    rest = _plain(fields, what)
-    history, more = _cut(_read(rest.pop("history", None), named("history")), most)
+    other_info = _plain(info_fields, what)
+    history, lost_of_history = _cut(_read(other_info.pop("history", None), named("history")), most)
     # An environment that wraps another, or replays a recorded step, may hand these on. Left in, they would read like
     # statements of this driver about this step.
-    for name in ("observation_cut", "compaction"):  # the driver's to say
-        rest.pop(name, None)
-    success, role = rest.pop("success", None), rest.pop("role", None)
+    for driver_key in ("observation_cut", "compaction"):  # the driver's to say
+        other_info.pop(driver_key, None)
+    success, acting_role = other_info.pop("success", None), other_info.pop("role", None)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
         terminated=bool(terminated),
         truncated=bool(truncated),
         success=None if success is None else bool(success),
-        stop_reason=_reason(rest.pop("stop_reason", None), named("stop_reason")),
+        stop_reason=_reason(other_info.pop("stop_reason", None), named("stop_reason")),
         history=None if history is None else _messages(history, named("history")),
-        masked=bool(rest.pop("masked", False)),
-        role=None if role is None else _text(role, named("role")),
-        observation_cut=lost + more,
-        info=rest,
-        **numbers,
+        masked=bool(other_info.pop("masked", False)),
+        role=None if acting_role is None else _text(acting_role, named("role")),
+        observation_cut=lost_bytes + lost_of_history,
+        info=other_info,
+        **number_fields,
     )
 
 
@@ -158,11 +158,13 @@ def _read(messages: Any, what: str) -> Any:
     if not isinstance(messages, list | tuple):
         return messages
     converted = list(cast("Sequence[Any]", messages))
-    for number, message in enumerate(converted):
+    for message_index, message in enumerate(converted):
         try:
-            converted[number] = with_images(cast("dict[str, Any]", message)) if isinstance(message, dict) else message
-        except ValueError as error:
-            raise EnvError(f"{what}: message {number}: {error}") from None
+            converted[message_index] = (
+                with_images(cast("dict[str, Any]", message)) if isinstance(message, dict) else message
+            )
+        except ValueError as content_error:
+            raise EnvError(f"{what}: message {message_index}: {content_error}") from None
     return tuple(converted)
 
 
@@ -170,20 +172,25 @@ def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
     """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
     theirs; of more messages than could have a share, the last ones go. A value that is no message is left as it is, for
     a check to find."""
-    listed = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
-    sizes = [_size(message) for message in listed]
-    if most is None or sum(sizes) <= most:
+    listed_messages = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
+    message_sizes = [_size(message) for message in listed_messages]
+    if most is None or sum(message_sizes) <= most:
         return cast(Any, messages), 0
     # The shares go from the smallest message to the largest: whoever needs less than an equal share leaves the rest to
     # the larger ones. Cutting each to `most / n` instead would shorten one long tool result beside many short ones
     # although the sum had room for it.
-    remaining = listed[: max(1, most // _LEAST)]
-    budget, limits = most, dict[int, int]()
-    for place, number in enumerate(sorted(range(len(remaining)), key=lambda number: sizes[number])):
-        limits[number] = min(sizes[number], budget // (len(remaining) - place))
-        budget -= limits[number]
-    cut = [_shortened(message, sizes[number], limits[number]) for number, message in enumerate(remaining)]
-    return tuple(cut), sum(sizes) - sum(limits.values())
+    remaining = listed_messages[: max(1, most // _LEAST)]
+    bytes_left, limit_by_index = most, dict[int, int]()
+    for share_index, message_index in enumerate(
+        sorted(range(len(remaining)), key=lambda number: message_sizes[number])
+    ):
+        limit_by_index[message_index] = min(message_sizes[message_index], bytes_left // (len(remaining) - share_index))
+        bytes_left -= limit_by_index[message_index]
+    cut_messages = [
+        _shortened(message, message_sizes[message_index], limit_by_index[message_index])
+        for message_index, message in enumerate(remaining)
+    ]
+    return tuple(cut_messages), sum(message_sizes) - sum(limit_by_index.values())
 
 
 def _size(message: Any) -> int:
@@ -197,26 +204,28 @@ def _shortened(message: Any, size: int, limit: int) -> Any:
         return message
     # Head and tail both: a program's error stands at the end of its output and the command's echo at the start.
     # `errors="ignore"` drops the half of a character that a cut between bytes leaves at either edge.
-    content = message["content"].encode("utf-8", "surrogatepass")
-    half = max(0, limit - _LEAST) // 2
-    head, tail = content[:half].decode(errors="ignore"), content[len(content) - half :].decode(errors="ignore")
-    return {**message, "content": f"{head}\n[cut: {2 * half} of {len(content)} bytes shown]\n{tail}"}
+    content_bytes = message["content"].encode("utf-8", "surrogatepass")
+    half_size = max(0, limit - _LEAST) // 2
+    head_text = content_bytes[:half_size].decode(errors="ignore")
+    tail_text = content_bytes[len(content_bytes) - half_size :].decode(errors="ignore")
+    cut_note = f"[cut: {2 * half_size} of {len(content_bytes)} bytes shown]"
+    return {**message, "content": f"{head_text}\n{cut_note}\n{tail_text}"}
 
 
 def _number(value: Any, what: str) -> float:
     try:
-        number = float(value)
+        float_value = float(value)
     # `float` of a Python integer above 1e308 raises, and the message must not print the number: its digits may be a
     # million.
     except OverflowError:  # of an integer
         raise EnvError(f"{what}: give a number within {LARGEST:g} of 0") from None
     except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+        float_value = math.nan
+    if not math.isfinite(float_value):
         raise EnvError(f"{what} = {value!r}: give a finite number")
-    if abs(number) > LARGEST:
-        raise EnvError(f"{what} = {number:g}: give a number within {LARGEST:g} of 0")
-    return number
+    if abs(float_value) > LARGEST:
+        raise EnvError(f"{what} = {float_value:g}: give a number within {LARGEST:g} of 0")
+    return float_value
 
 
 def _reason(value: Any, what: str) -> StopReason | None:
@@ -236,8 +245,10 @@ def _text(value: Any, what: str) -> str:
 def _by_role(values: Any, what: str) -> dict[str, float]:
     if not isinstance(values or {}, Mapping):
         raise EnvError(f"{what} = {values!r}: give a number for each role")
-    numbers = cast("Mapping[str, Any]", values or {})
-    return {str(role): _number(value, f"{what}[{role!r}]") for role, value in numbers.items()}
+    value_by_role = cast("Mapping[str, Any]", values or {})
+    return {
+        str(role_name): _number(role_value, f"{what}[{role_name!r}]") for role_name, role_value in value_by_role.items()
+    }
 
 
 def _plain(info: dict[str, Json], what: str) -> dict[str, Json]:
@@ -245,6 +256,6 @@ def _plain(info: dict[str, Json], what: str) -> dict[str, Json]:
     if info:
         try:
             json.dumps(info, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
+        except (TypeError, ValueError, RecursionError) as json_error:
+            raise EnvError(f"{what}: info is not JSON-safe: {json_error}") from json_error
     return info

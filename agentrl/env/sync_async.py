@@ -57,8 +57,8 @@ def _of_loop() -> _Threads:
     try:
         return _threads.get()
     except LookupError:
-        _threads.set(threads := _Threads())
-        return threads
+        _threads.set(new_threads := _Threads())
+        return new_threads
 
 
 def worn_out() -> bool:
@@ -73,39 +73,39 @@ async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], N
 
     Raises EnvError where calls that were abandoned, and never end, have taken every thread: to wait for one would use
     up the deadline of a caller who has not to answer for it."""
-    threads = _of_loop()
+    loop_threads = _of_loop()
     # Python cannot end a thread, so a call that ran past its deadline keeps its place in the limiter. Once all places
     # are gone, the next caller would wait for one that may never come free, until its own deadline.
-    if len(threads.abandoned) >= MAX_THREADS:
+    if len(loop_threads.abandoned) >= MAX_THREADS:
         raise EnvError(f"{MAX_THREADS} blocking calls ran past their deadlines and still run: give them deadlines")
-    ended, token = trio.Event(), trio.lowlevel.current_trio_token()
+    call_ended, trio_token = trio.Event(), trio.lowlevel.current_trio_token()
     # Written by two threads without a lock: each is set once, from False to True, and the reader only needs a value
     # that was true at some instant. A call seen as not begun that begins a moment later finds `gone` set.
-    begun = gone = False
+    has_begun = is_abandoned = False
 
     def end() -> None:
-        threads.abandoned.discard(ended)
-        ended.set()
+        loop_threads.abandoned.discard(call_ended)
+        call_ended.set()
 
     def body() -> T | None:
-        nonlocal begun
-        begun = True
+        nonlocal has_begun
+        has_begun = True
         try:
-            return None if gone else function()  # its caller may have left while the thread began
+            return None if is_abandoned else function()  # its caller may have left while the thread began
         finally:
             # An abandoned call may end long after its loop.
             with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(end)
+                trio_token.run_sync_soon(end)
 
     try:
-        return cast(T, await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=threads.limiter))
+        return cast(T, await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=loop_threads.limiter))
     except trio.Cancelled:
-        gone = True
+        is_abandoned = True
         # Only a call that runs is counted as lost: one that was cancelled while it waited for a place holds none.
-        if begun and not ended.is_set():
-            threads.abandoned.add(ended)
+        if has_begun and not call_ended.is_set():
+            loop_threads.abandoned.add(call_ended)
             if left is not None:
-                left(ended)
+                left(call_ended)
         raise
 
 
@@ -131,14 +131,14 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
             await trio.lowlevel.checkpoint()
             (result,) = body()
         return await explained(function, result) if inspect.isawaitable(result) else result
-    except SystemExit as error:
-        raise refused_exit(function, error) from error
+    except SystemExit as exit_request:
+        raise refused_exit(function, exit_request) from exit_request
 
 
 def refused_exit(function: Callable[..., Any], error: SystemExit) -> EnvError:
     """`sys.exit` in an author's function (a parser of arguments calls it) fails its episode and not the process."""
-    name = getattr(function, "__qualname__", repr(function))
-    return EnvError(f"{name} called sys.exit({error.code!r}), which would end the process")
+    function_name = getattr(function, "__qualname__", repr(function))
+    return EnvError(f"{function_name} called sys.exit({error.code!r}), which would end the process")
 
 
 class LoopThread:
@@ -170,26 +170,26 @@ class LoopThread:
     def stop(self) -> None:
         """End the loop and wait for its thread."""
         with self._lock:
-            token, stop, thread = self._token, self._stop, self._thread
+            trio_token, stop_event, loop_thread = self._token, self._stop, self._thread
             self._token = self._stop = self._thread = None
         # In a forked child there is no such thread, and `join` on the parent's would not return.
-        if token is None or stop is None or thread is None or self._pid != os.getpid():
+        if trio_token is None or stop_event is None or loop_thread is None or self._pid != os.getpid():
             return
-        token.run_sync_soon(stop.set)
-        thread.join()
+        trio_token.run_sync_soon(stop_event.set)
+        loop_thread.join()
 
     def _start(self) -> None:
-        ready = threading.Event()
+        is_ready = threading.Event()
 
         async def main() -> None:
             self._token, self._stop = trio.lowlevel.current_trio_token(), trio.Event()
-            stop = self._stop
-            ready.set()
-            await stop.wait()
+            stop_event = self._stop
+            is_ready.set()
+            await stop_event.wait()
 
-        run = functools.partial(trio.run, main, clock=HostClock())
-        self._thread = threading.Thread(target=run, name="agentrl env loop", daemon=True)
+        run_loop = functools.partial(trio.run, main, clock=HostClock())
+        self._thread = threading.Thread(target=run_loop, name="agentrl env loop", daemon=True)
         self._pid = os.getpid()
         self._thread.start()
         # The token exists only once the loop runs, and `run` reads it right after this.
-        ready.wait()
+        is_ready.wait()

@@ -33,10 +33,10 @@ class TaskSource(ABC):
         """The task at `index`, 0, 1, 2, …; its `index` is set to it. Raises IndexError past the end."""
 
     def __iter__(self) -> Iterator[Task]:
-        index = 0
-        while self.size is None or index < self.size:
-            yield self.task(index)
-            index += 1
+        task_index = 0
+        while self.size is None or task_index < self.size:
+            yield self.task(task_index)
+            task_index += 1
 
     def _within(self, index: int) -> int:
         if index < 0 or (self.size is not None and index >= self.size):
@@ -71,8 +71,8 @@ class Epochs(TaskSource):
         self.size = None if epochs is None else epochs * self._each
 
     def task(self, index: int) -> Task:
-        epoch, place = divmod(self._within(index), self._each)
-        return replace(self._source.task(self._order.at(epoch, place)), index=index)
+        epoch_index, place_in_epoch = divmod(self._within(index), self._each)
+        return replace(self._source.task(self._order.at(epoch_index, place_in_epoch)), index=index)
 
 
 class Rows(TaskSource):
@@ -103,14 +103,14 @@ class Rows(TaskSource):
         self.size = None if epochs is None else epochs * len(rows)
 
     def task(self, index: int) -> Task:
-        epoch, place = divmod(self._within(index), len(self._rows))
-        row = self._order.at(epoch, place) if self._order else place
+        epoch_index, place_in_epoch = divmod(self._within(index), len(self._rows))
+        row_index = self._order.at(epoch_index, place_in_epoch) if self._order else place_in_epoch
         return Task(
             index=index,
             env=self._env,
-            seed=_mixed(self._seed, epoch, row),
+            seed=_mixed(self._seed, epoch_index, row_index),
             kwargs=self._kwargs,
-            options={**self._options, **self._rows[row]},
+            options={**self._options, **self._rows[row_index]},
         )
 
 
@@ -123,8 +123,8 @@ class _Orders:
 
     def at(self, epoch: int, place: int) -> int:
         if self._last is None or self._last[0] != epoch:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self._count)
-            self._last = (epoch, [int(each) for each in order])
+            permutation = np.random.default_rng((self._seed, epoch)).permutation(self._count)
+            self._last = (epoch, [int(drawn_place) for drawn_place in permutation])
         return self._last[1][place]
 
 
@@ -140,8 +140,8 @@ class Mixture(TaskSource):
         if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
             raise ConfigError("weights", list(weights), "give numbers above 0")
         self._sources, self._weights = tuple(sources), tuple(weights)
-        sizes = [source.size for source in sources]
-        self.size = None if None in sizes else sum(cast("list[int]", sizes))
+        source_sizes = [source.size for source in sources]
+        self.size = None if None in source_sizes else sum(cast("list[int]", source_sizes))
         self._picks: list[tuple[int, int]] = []  # source and place in it, of every index so far
         self._credit = [0.0] * len(sources)
         self._taken = [0] * len(sources)
@@ -152,23 +152,25 @@ class Mixture(TaskSource):
         # restarted run asks for the one it had reached) would otherwise walk the list from its start each time.
         while len(self._picks) <= index:
             self._pick()
-        source, place = self._picks[index]
-        return replace(self._sources[source].task(place), index=index)
+        source_index, place_in_source = self._picks[index]
+        return replace(self._sources[source_index].task(place_in_source), index=index)
 
     def _pick(self) -> None:
         """The next source: the one that lags most behind its share (smooth weighted round robin)."""
         open_sources = [
-            i for i, source in enumerate(self._sources) if source.size is None or self._taken[i] < source.size
+            source_index
+            for source_index, source in enumerate(self._sources)
+            if source.size is None or self._taken[source_index] < source.size
         ]
-        for i in open_sources:
-            self._credit[i] += self._weights[i]
+        for source_index in open_sources:
+            self._credit[source_index] += self._weights[source_index]
         # Not a draw by the weights: drawn shares wander by the square root of the count, and a source of weight 0.01
         # may not appear for hundreds of steps. Credits keep every prefix within a task or two of its shares, and need
         # no seed. The first of equals wins, so that every process picks alike.
-        chosen = max(open_sources, key=lambda i: self._credit[i])
-        self._credit[chosen] -= sum(self._weights[i] for i in open_sources)
-        self._picks.append((chosen, self._taken[chosen]))
-        self._taken[chosen] += 1
+        chosen_index = max(open_sources, key=lambda i: self._credit[i])
+        self._credit[chosen_index] -= sum(self._weights[source_index] for source_index in open_sources)
+        self._picks.append((chosen_index, self._taken[chosen_index]))
+        self._taken[chosen_index] += 1
 
 
 @dataclass(slots=True)
@@ -203,52 +205,52 @@ class Curriculum(TaskSource):
     ) -> None:
         if not 0 <= hopeless < solved <= 1:
             raise ConfigError("hopeless", hopeless, f"give 0 <= hopeless < solved = {solved} <= 1")
-        count = pool if source.size is None else min(pool, source.size)
-        self._pool = [source.task(index) for index in range(count)]
+        pool_size = pool if source.size is None else min(pool, source.size)
+        self._pool = [source.task(pool_index) for pool_index in range(pool_size)]
         self._records = [_Record() for _ in self._pool]
-        self._places = {task_key(task): place for place, task in enumerate(self._pool)}
+        self._places = {task_key(pool_task): pool_place for pool_place, pool_task in enumerate(self._pool)}
         self._solved, self._hopeless, self._min_plays = solved, hopeless, min_plays
         self._pause, self._smoothing = pause, smoothing
 
     def task(self, index: int) -> Task:
         """A task that does not pause, in turn; if all pause, the one that is due first."""
-        active = [place for place, record in enumerate(self._records) if record.due <= index]
-        if active:
-            place = active[index % len(active)]
+        active_places = [pool_place for pool_place, task_record in enumerate(self._records) if task_record.due <= index]
+        if active_places:
+            pool_place = active_places[index % len(active_places)]
         else:
-            place = min(range(len(self._pool)), key=lambda i: self._records[i].due)
-        return replace(self._pool[place], index=index)
+            pool_place = min(range(len(self._pool)), key=lambda i: self._records[i].due)
+        return replace(self._pool[pool_place], index=index)
 
     def observe(self, task: Task, success: float, *, plays: int = 1) -> None:
         """`plays` episodes of `task` had the success rate `success`. A task of another source is ignored."""
-        place = self._places.get(task_key(task))
-        if place is None:
+        pool_place = self._places.get(task_key(task))
+        if pool_place is None:
             return
-        record = self._records[place]
+        task_record = self._records[pool_place]
         # The first result is taken whole. Smoothed from 0.0, every task would begin as hopeless and could pause before
         # it had a fair trial.
-        keep = self._smoothing if record.plays else 0.0
-        record.rate = keep * record.rate + (1 - keep) * success
-        record.plays += plays
-        settled = record.rate >= self._solved or record.rate <= self._hopeless
+        kept_share = self._smoothing if task_record.plays else 0.0
+        task_record.rate = kept_share * task_record.rate + (1 - kept_share) * success
+        task_record.plays += plays
+        is_settled = task_record.rate >= self._solved or task_record.rate <= self._hopeless
         # It comes back because the policy changes: what was hopeless at step 100 is often the best task at step 1,000,
         # and a solved one may be forgotten. Dropped for good, neither would be noticed.
-        record.due = task.index + self._pause if settled and record.plays >= self._min_plays else 0
+        task_record.due = task.index + self._pause if is_settled and task_record.plays >= self._min_plays else 0
 
     @property
     def pausing(self) -> tuple[int, int]:
         """How many tasks of the pool are held for solved, and how many for hopeless."""
-        paused = [record for record in self._records if record.due > 0]
-        solved = sum(record.rate >= self._solved for record in paused)
-        return solved, len(paused) - solved
+        paused_records = [task_record for task_record in self._records if task_record.due > 0]
+        solved_count = sum(task_record.rate >= self._solved for task_record in paused_records)
+        return solved_count, len(paused_records) - solved_count
 
 
 def task_key(task: Task) -> str:
     """A key that is equal for equal tasks, wherever they stand in a source."""
     # Without the index: the same row of a data set comes back in each pass at another index, and its record has to be
     # found there. A hash of the standard library, since Python's own differs from process to process.
-    text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    task_text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
+    return hashlib.sha256(task_text.encode()).hexdigest()[:32]
 
 
 def task_id(task: Task) -> str:

@@ -109,12 +109,13 @@ class ToolEnv(Recorded):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, value in vars(cls).items():
+        for attribute_name, attribute in vars(cls).items():
             # A tool named `reset` or `reward` would silently replace a part of the contract: the episode then fails far
             # from here, or worse, runs with another meaning. Known at the class statement, so it is reported there.
-            if is_tool(value) and hasattr(ToolEnv, name):
-                hint = f"name the method otherwise, and the tool by @tool(name={name!r})"
-                raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {hint}")
+            if is_tool(attribute) and hasattr(ToolEnv, attribute_name):
+                correction = f"name the method otherwise, and the tool by @tool(name={attribute_name!r})"
+                problem = f"the tool {cls.__name__}.{attribute_name} takes the place of ToolEnv.{attribute_name}"
+                raise UsageError(f"{problem}: {correction}")
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class ToolEnv(Recorded):
         """`tools` beside the class's own, as objects or names, and the `box` for them: see
         `agentrl.env.tools.by_name`."""
         self.limits = settings_as(EpisodeLimits, "limits", self.limits if limits is None else limits)
-        policy = self.parse_policy if parse_policy is None else parse_policy
-        self.parse_policy = settings_as(ParsePolicy, "parse_policy", policy)
+        parse_settings = self.parse_policy if parse_policy is None else parse_policy
+        self.parse_policy = settings_as(ParsePolicy, "parse_policy", parse_settings)
         self.tool_format = tool_format or self.tool_format
         if self.tool_format is not None:
             get_format(self.tool_format)
@@ -137,8 +138,8 @@ class ToolEnv(Recorded):
         self._plugged = Plugged(tools, box=box, own=self.own_box, boxed=self.boxed)
         self._served = list[str]()
         self.box = self._plugged.box
-        for tool in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
-            self.add_tool(tool)
+        for own_tool in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
+            self.add_tool(own_tool)
 
     # --- hooks: what an author writes
 
@@ -178,9 +179,9 @@ class ToolEnv(Recorded):
     def finish(self, *, truncated: bool = False) -> None:
         """End the episode with this turn; calls of the turn that were not run yet are not run any more. `truncated`
         says that a limit of the environment's own ends it, such as gymnasium's TimeLimit, and not the task."""
-        episode = self._live()
-        episode.cut_off = truncated and (episode.cut_off or not episode.finished)
-        episode.finished = True
+        live_episode = self._live()
+        live_episode.cut_off = truncated and (live_episode.cut_off or not live_episode.finished)
+        live_episode.finished = True
 
     def reward(self, amount: float) -> None:
         """Add to this turn's process reward."""
@@ -231,44 +232,47 @@ class ToolEnv(Recorded):
         self.task = self.make_task(dict(options or {}))
         # Busy from the start, and cleared only at the end: a reset that failed or was cancelled between these lines
         # leaves an environment that asks for another reset, not one that plays on with half a `setup`.
-        episode = self._episode = _Episode(Meter(self.limits), FaultCount(self.parse_policy), busy=True)
-        past = self._begin_record(seed, options)
+        new_episode = self._episode = _Episode(Meter(self.limits), FaultCount(self.parse_policy), busy=True)
+        new_past = self._begin_record(seed, options)
         # Before `setup`, not after it: one that fails at its second resource has opened the first.
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
-        for tool in await self._plugged.open():
-            self.add_tool(tool)
-            self._served.append(tool.name)
-        opening = _messages(await self._hook(self.prompt, self.task), f"{type(self).__name__}.prompt")
+        for served_tool in await self._plugged.open():
+            self.add_tool(served_tool)
+            self._served.append(served_tool.name)
+        opening_messages = _messages(await self._hook(self.prompt, self.task), f"{type(self).__name__}.prompt")
         template_lacks_tools = bool(self._tools) and not self.tool_schemas()
-        system = [self.system or "", self._format.instructions(self.schemas) if template_lacks_tools else ""]
-        if any(system):
-            opening = (Message(role="system", content="\n\n".join(filter(None, system))), *opening)
-        past.began(opening)
-        episode.busy = False
+        system_parts = [self.system or "", self._format.instructions(self.schemas) if template_lacks_tools else ""]
+        if any(system_parts):
+            opening_messages = (
+                Message(role="system", content="\n\n".join(filter(None, system_parts))),
+                *opening_messages,
+            )
+        new_past.began(opening_messages)
+        new_episode.busy = False
         # What `setup` and `prompt` noted belongs to the reset. A fresh dict, because the observer now holds the old
         # one.
-        info, episode.info = episode.info, {}
-        return opening, info
+        reset_info, new_episode.info = new_episode.info, {}
+        return opening_messages, reset_info
 
     async def astep(self, action: str) -> StepResult:
-        episode = self._episode
-        if episode is None or episode.over or episode.busy:
+        live_episode = self._episode
+        if live_episode is None or live_episode.over or live_episode.busy:
             raise ResetNeeded(f"{type(self).__name__}: call reset before step, and after the end of an episode")
         if not isinstance(action, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"action is a {type(action).__name__}, not text")
         # A cancelled step never comes to the line that clears `busy`. That is meant: its tools may have run half-way,
         # so the state is one that no replay of the recorded actions leads to, and the next step must be refused.
-        episode.busy, episode.reward, episode.info = True, 0.0, {}
-        with episode.meter.step():
-            answer = await self._play_turn(episode, action)
-        self._record_action(action, answer)
-        return answer
+        live_episode.busy, live_episode.reward, live_episode.info = True, 0.0, {}
+        with live_episode.meter.step():
+            turn_answer = await self._play_turn(live_episode, action)
+        self._record_action(action, turn_answer)
+        return turn_answer
 
     async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
-        parsed = self._format.parse(action, self.schemas) if self._tools else None
-        if parsed is not None and parsed.calls:
-            turn = ToolTurn(
+        parsed_action = self._format.parse(action, self.schemas) if self._tools else None
+        if parsed_action is not None and parsed_action.calls:
+            tool_turn = ToolTurn(
                 tools=self._tools,
                 meter=episode.meter,
                 is_over=lambda: episode.finished,
@@ -279,55 +283,63 @@ class ToolEnv(Recorded):
                 blocking=self.blocking,
                 action_cut=self.action_cut,
             )
-            results = await turn.run(parsed.calls)
-            observation = tool_messages(results, episode.calls)
+            call_results = await tool_turn.run(parsed_action.calls)
+            observation = tool_messages(call_results, episode.calls)
             # Without schemas in the chat template the model was taught the calls in a system message, and such
             # templates need not know the role "tool": the format writes the results as it taught them.
             if not self.tool_schemas():
                 observation = self._format.answer(observation)
-            faults: set[Fault] = {result.fault for result in results if result.fault is not None}
-            if tool_errors := errors_by_tool(results):
+            fault_kinds: set[Fault] = {
+                call_result.fault for call_result in call_results if call_result.fault is not None
+            }
+            if tool_errors := errors_by_tool(call_results):
                 episode.info["tool_errors"] = tool_errors  # `agentrl health` knows a broken tool by it
         else:
-            results = []
-            observation, faults = await self._answer_text(action)
-        episode.calls += len(results)
-        earned = await self._hook(self.after_turn, tuple(results))  # awaited apart: the hook may call self.reward
-        episode.reward += float(earned or 0.0)
-        episode.reward = episode.faults.charge(faults, episode.reward, episode.info)
+            call_results = []
+            observation, fault_kinds = await self._answer_text(action)
+        episode.calls += len(call_results)
+        # Awaited apart: the hook may call self.reward.
+        earned_reward = await self._hook(self.after_turn, tuple(call_results))
+        episode.reward += float(earned_reward or 0.0)
+        episode.reward = episode.faults.charge(fault_kinds, episode.reward, episode.info)
         episode.meter.turns += 1
         # The order is a ranking. An author's `finish` wins over any limit reached in the same turn: the task was solved
         # with the last turn that was allowed, and calling that a truncation would bootstrap a value for a state with no
         # future.
-        stop = StopReason.PARSE_FAILURE if episode.faults.exhausted else episode.meter.exceeded()
+        stop_reason = StopReason.PARSE_FAILURE if episode.faults.exhausted else episode.meter.exceeded()
         if episode.finished:
-            stop = StopReason.TRUNCATED if episode.cut_off else StopReason.DONE
-        terminated = stop in (StopReason.DONE, StopReason.PARSE_FAILURE)
-        truncated = stop is not None and not terminated
-        if stop is not None:
-            episode.info.update(await self.aend(stop))
+            stop_reason = StopReason.TRUNCATED if episode.cut_off else StopReason.DONE
+        terminated = stop_reason in (StopReason.DONE, StopReason.PARSE_FAILURE)
+        truncated = stop_reason is not None and not terminated
+        if stop_reason is not None:
+            episode.info.update(await self.aend(stop_reason))
         episode.busy = False
         return observation, episode.reward, terminated, truncated, episode.info
 
     async def aend(self, reason: StopReason) -> Info:
         """End the running episode: the info with `outcome`, `success` and `stop_reason`. It is graded once."""
-        episode = self._live()
-        if episode.over:
+        live_episode = self._live()
+        if live_episode.over:
             return {}
         # Before the grade is awaited: a driver that loses patience with a slow grade and ends the episode for that
         # reason must not have it graded a second time, by tests that the first run may still be using.
-        episode.over = True
-        info: Info = {"stop_reason": reason.value}
-        grade = await self._hook(self.grade)
-        if grade is None:
-            return info
-        if not isinstance(grade, Grade):
+        live_episode.over = True
+        end_info: Info = {"stop_reason": reason.value}
+        final_grade = await self._hook(self.grade)
+        if final_grade is None:
+            return end_info
+        if not isinstance(final_grade, Grade):
             try:
-                grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
+                final_grade = Grade(outcome=float(final_grade), success=float(final_grade) >= 1.0)
             except (TypeError, ValueError):
-                hint = "give a number, a truth value, a Grade or None"
-                raise UsageError(f"{type(self).__name__}.grade returned {grade!r}: {hint}") from None
-        return {**info, **grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
+                correction = "give a number, a truth value, a Grade or None"
+                raise UsageError(f"{type(self).__name__}.grade returned {final_grade!r}: {correction}") from None
+        return {
+            **end_info,
+            **final_grade.info,
+            "outcome": float(final_grade.outcome),
+            "success": bool(final_grade.success),
+        }
 
     async def aclose(self) -> None:
         await self._end_episode()
@@ -367,11 +379,11 @@ class ToolEnv(Recorded):
 
     async def _answer_text(self, text: str) -> tuple[Messages, set[Fault]]:
         try:
-            answer = await self._hook(self.on_text, text)
-            return () if answer is None else _messages(answer, f"{type(self).__name__}.on_text"), set()
-        except PolicyFault as error:
-            fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
-            return _messages(describe_fault(with_cut(error, self.action_cut)), "on_text"), {fault}
+            hook_answer = await self._hook(self.on_text, text)
+            return () if hook_answer is None else _messages(hook_answer, f"{type(self).__name__}.on_text"), set()
+        except PolicyFault as policy_fault:
+            fault_kind: Fault = "structural" if isinstance(policy_fault, StructuralParseError) else "content"
+            return _messages(describe_fault(with_cut(policy_fault, self.action_cut)), "on_text"), {fault_kind}
 
 
 def _messages(value: str | Sequence[Message], what: str) -> Messages:
@@ -380,7 +392,7 @@ def _messages(value: str | Sequence[Message], what: str) -> Messages:
         return (Message(role="user", content=clean_text(value)),)
     messages: Any = value
     if not isinstance(messages, list | tuple) or not all(
-        isinstance(each, Mapping) for each in cast("list[Any]", messages)
+        isinstance(list_entry, Mapping) for list_entry in cast("list[Any]", messages)
     ):
         raise UsageError(f"{what} returned {messages!r:.80}: give a text, or a list of messages")
     return tuple(cast(Message, dict(message)) for message in value)

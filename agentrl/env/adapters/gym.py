@@ -58,11 +58,11 @@ class TextGym(ToolEnv):
         self._success_return = success_return
         self._names = names_of(self._gym.action_space, actions)
         parameters = {"action": _schema_of(self._gym.action_space, self._names)}
-        schema = {"type": "object", "properties": parameters, "required": ["action"], "additionalProperties": False}
-        act = SchemaTool(
-            "act", "Play one action.", schema, lambda arguments: self.act(arguments["action"]), blocking=False
+        act_schema = {"type": "object", "properties": parameters, "required": ["action"], "additionalProperties": False}
+        act_tool = SchemaTool(
+            "act", "Play one action.", act_schema, lambda arguments: self.act(arguments["action"]), blocking=False
         )
-        super().__init__(tools=[act], **settings)
+        super().__init__(tools=[act_tool], **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
         """Write an observation for the model: the "ansi" rendering, highlights in brackets, else the observation as
@@ -71,59 +71,61 @@ class TextGym(ToolEnv):
         if self._gym.render_mode == "ansi":
             # A background colour marks where the player is. Removed like the other codes, it would take the one thing
             # along that the model has to know.
-            drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
-            return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
-        seen = plain(observation)
-        if (size := _size_of_value(seen)) > _MANY_NUMBERS:
-            notice = f"an observation is {size} values as text: override show, or wrap the environment in a smaller one"
-            notices.note(
-                "observations of gymnasium", notice, place=str(self._gym.spec.id if self._gym.spec else self._gym)
-            )
-        return json.dumps(seen, ensure_ascii=False)
+            rendered = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
+            return re.sub(r"\x1b\[[\d;]*m", "", rendered).strip("\n")
+        plain_observation = plain(observation)
+        if (value_count := _size_of_value(plain_observation)) > _MANY_NUMBERS:
+            correction = "override show, or wrap the environment in a smaller one"
+            size_notice = f"an observation is {value_count} values as text: {correction}"
+            env_name = str(self._gym.spec.id if self._gym.spec else self._gym)
+            notices.note("observations of gymnasium", size_notice, place=env_name)
+        return json.dumps(plain_observation, ensure_ascii=False)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": int(self.np_random.integers(2**31)), "options": dict(options)}
 
     def prompt(self, task: Mapping[str, Any]) -> str:
-        observation, info = self._gym.reset(seed=task["seed"], options=task["options"] or None)
-        self._mask, self._return = info.get("action_mask"), 0.0
-        actions = f"Actions: {', '.join(self._names)}." if self._names else ""
-        return "\n\n".join(filter(None, [self.rules, actions, self.show(observation, info)]))
+        observation, reset_info = self._gym.reset(seed=task["seed"], options=task["options"] or None)
+        self._mask, self._return = reset_info.get("action_mask"), 0.0
+        action_line = f"Actions: {', '.join(self._names)}." if self._names else ""
+        return "\n\n".join(filter(None, [self.rules, action_line, self.show(observation, reset_info)]))
 
     def on_text(self, text: str) -> str:
         """A bare action name is as good as a call."""
-        answer = re.sub(r"[^\w ]", "", text).strip().casefold()
-        for name in self._names:
-            if answer == name.casefold():
-                return self.act(name)
+        bare_text = re.sub(r"[^\w ]", "", text).strip().casefold()
+        for action_name in self._names:
+            if bare_text == action_name.casefold():
+                return self.act(action_name)
         if self._names:
             raise ContentParseError(f"write one of {', '.join(self._names)}, or call act")
         raise StructuralParseError("no tool call found; call act")
 
     def act(self, action: Json) -> str:
         """Play one action and show the observation after it. Raises ToolError for one that is not possible now."""
-        space: Any = self._gym.action_space
+        action_space: Any = self._gym.action_space
         if self._names:
-            number = self._names.index(cast(str, action))
-            if self._mask is not None and not self._mask[number]:
-                legal = [name for name, allowed in zip(self._names, self._mask, strict=True) if allowed]
-                raise ToolError(f"{action} is not possible now; possible: {', '.join(legal) or 'nothing'}")
-            played: Any = number + int(space.start)
+            action_number = self._names.index(cast(str, action))
+            if self._mask is not None and not self._mask[action_number]:
+                legal_actions = [
+                    action_name for action_name, is_allowed in zip(self._names, self._mask, strict=True) if is_allowed
+                ]
+                raise ToolError(f"{action} is not possible now; possible: {', '.join(legal_actions) or 'nothing'}")
+            played_action: Any = action_number + int(action_space.start)
         else:
             try:
                 with np.errstate(over="ignore"):
-                    played = np.array(action, dtype=space.dtype)
-            except (OverflowError, TypeError, ValueError) as error:
-                raise ToolError(f"no number of {space}: {error}") from error
-            if not space.contains(played):
-                raise ToolError(f"{action} is outside of {space}")
-        observation, reward, terminated, truncated, info = self._gym.step(played)
+                    played_action = np.array(action, dtype=action_space.dtype)
+            except (OverflowError, TypeError, ValueError) as cast_error:
+                raise ToolError(f"no number of {action_space}: {cast_error}") from cast_error
+            if not action_space.contains(played_action):
+                raise ToolError(f"{action} is outside of {action_space}")
+        observation, reward, terminated, truncated, step_info = self._gym.step(played_action)
         self.reward(float(reward))
         self._return += float(reward)
-        self._mask = info.get("action_mask")
+        self._mask = step_info.get("action_mask")
         if terminated or truncated:
             self.finish(truncated=not terminated)
-        return self.show(observation, info)
+        return self.show(observation, step_info)
 
     def grade(self) -> Grade | None:
         """The outcome is 0: step rewards are the whole signal. Without a `success_return` there is no success."""
@@ -150,8 +152,8 @@ class FrozenLake(TextGym):
         super().__init__(self._map(0), actions=("left", "down", "right", "up"), success_return=1.0, **settings)
 
     def _map(self, seed: int) -> AnyEnv:
-        drawn = generate_random_map(self._size, p=self._frozen, seed=seed)
-        return _made("FrozenLake-v1", {"desc": drawn, "is_slippery": self._slippery})
+        random_map = generate_random_map(self._size, p=self._frozen, seed=seed)
+        return _made("FrozenLake-v1", {"desc": random_map, "is_slippery": self._slippery})
 
     def prompt(self, task: Mapping[str, Any]) -> str:
         self._gym.close()
@@ -159,9 +161,9 @@ class FrozenLake(TextGym):
         return super().prompt(task)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        rows = [[cell.decode() for cell in row] for row in cast(Any, self._gym.unwrapped).desc]
-        rows[int(observation) // self._size][int(observation) % self._size] = "@"
-        return "\n".join(" ".join(row) for row in rows)
+        shown_rows = [[map_cell.decode() for map_cell in map_row] for map_row in cast(Any, self._gym.unwrapped).desc]
+        shown_rows[int(observation) // self._size][int(observation) % self._size] = "@"
+        return "\n".join(" ".join(map_row) for map_row in shown_rows)
 
 
 class Blackjack(TextGym):
@@ -175,9 +177,9 @@ class Blackjack(TextGym):
         super().__init__("Blackjack-v1", actions=("stick", "hit"), success_return=1.0, **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        total, dealer, ace = (int(part) for part in observation)
-        mine = f"{total} with a usable ace" if ace else str(total)
-        return f"You have {mine}. The dealer shows {'an ace' if dealer == 1 else dealer}."
+        own_total, dealer_card, has_usable_ace = (int(observed_number) for observed_number in observation)
+        own_hand = f"{own_total} with a usable ace" if has_usable_ace else str(own_total)
+        return f"You have {own_hand}. The dealer shows {'an ace' if dealer_card == 1 else dealer_card}."
 
 
 class Taxi(TextGym):
@@ -188,28 +190,28 @@ class Taxi(TextGym):
     _stops = ("R", "G", "Y", "B")
 
     def __init__(self, **settings: Any) -> None:
-        actions = ("south", "north", "east", "west", "pickup", "dropoff")
-        super().__init__("Taxi-v4", actions=actions, success_return=0.0, **settings)
+        action_names = ("south", "north", "east", "west", "pickup", "dropoff")
+        super().__init__("Taxi-v4", actions=action_names, success_return=0.0, **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        taxi = cast(Any, self._gym.unwrapped)
-        row, column, passenger, destination = taxi.decode(int(observation))
-        drawn = [[cell.decode() for cell in line] for line in taxi.desc]
-        drawn[row + 1][2 * column + 1] = "@"
-        waits = "is in the taxi" if passenger == len(self._stops) else f"waits at {self._stops[passenger]}"
-        situation = f"The taxi is @. The passenger {waits}. The destination is {self._stops[destination]}."
-        return "\n".join(["".join(line) for line in drawn] + [situation])
+        taxi_env = cast(Any, self._gym.unwrapped)
+        taxi_row, taxi_column, passenger, destination = taxi_env.decode(int(observation))
+        drawn_map = [[map_cell.decode() for map_cell in map_line] for map_line in taxi_env.desc]
+        drawn_map[taxi_row + 1][2 * taxi_column + 1] = "@"
+        passenger_state = "is in the taxi" if passenger == len(self._stops) else f"waits at {self._stops[passenger]}"
+        situation = f"The taxi is @. The passenger {passenger_state}. The destination is {self._stops[destination]}."
+        return "\n".join(["".join(map_line) for map_line in drawn_map] + [situation])
 
 
 def _made(id: str, kwargs: Mapping[str, Any]) -> AnyEnv:
     """The environment, with its text rendering where it has one."""
-    env = gymnasium.make(id, disable_env_checker=True, **kwargs)
+    gym_env = gymnasium.make(id, disable_env_checker=True, **kwargs)
     # Made twice: which modes an environment has stands on the environment, and the mode can be given only when it is
     # made.
-    if env.render_mode is None and "ansi" in env.metadata.get("render_modes", ()):
-        env.close()
-        env = gymnasium.make(id, disable_env_checker=True, render_mode="ansi", **kwargs)
-    return env
+    if gym_env.render_mode is None and "ansi" in gym_env.metadata.get("render_modes", ()):
+        gym_env.close()
+        gym_env = gymnasium.make(id, disable_env_checker=True, render_mode="ansi", **kwargs)
+    return gym_env
 
 
 def names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
@@ -218,18 +220,22 @@ def names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
         if actions is not None:
             raise UsageError(f"actions name the values of a Discrete space, not of {space}")
         return ()
-    count, start = _size_of(space)
-    names = tuple(actions) if actions is not None else tuple(str(start + i) for i in range(count))
-    if len(names) != count or len(set(names)) < count:
-        raise UsageError(f"{len(names)} action names for {count} actions: give each its own")
-    return names
+    action_count, first_number = _size_of(space)
+    action_names = (
+        tuple(actions)
+        if actions is not None
+        else tuple(str(first_number + action_index) for action_index in range(action_count))
+    )
+    if len(action_names) != action_count or len(set(action_names)) < action_count:
+        raise UsageError(f"{len(action_names)} action names for {action_count} actions: give each its own")
+    return action_names
 
 
 def _size_of_value(value: Any) -> int:
     """How many values stand in a plain observation."""
     if isinstance(value, dict | list):
-        items = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
-        return sum(map(_size_of_value, items))
+        inner_values = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        return sum(map(_size_of_value, inner_values))
     return 1
 
 
@@ -241,12 +247,14 @@ def _schema_of(space: Any, names: Sequence[str]) -> Mapping[str, Json]:
     """The JSON schema of an action. Raises UsageError for spaces that have no small one."""
     if names:
         return {"type": "string", "enum": list(names)}
-    shape: tuple[int, ...] = space.shape or ()
-    length: dict[str, Json] = {"type": "array", "minItems": shape[0], "maxItems": shape[0]} if len(shape) == 1 else {}
-    if length and isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
-        return {**length, "items": {"type": "integer"}}
-    if length and isinstance(space, spaces.Box):
-        return {**length, "items": {"type": "number", **_bounds_of(space)}}
+    action_shape: tuple[int, ...] = space.shape or ()
+    array_schema: dict[str, Json] = (
+        {"type": "array", "minItems": action_shape[0], "maxItems": action_shape[0]} if len(action_shape) == 1 else {}
+    )
+    if array_schema and isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        return {**array_schema, "items": {"type": "integer"}}
+    if array_schema and isinstance(space, spaces.Box):
+        return {**array_schema, "items": {"type": "number", **_bounds_of(space)}}
     raise UsageError(f"actions from {space} have no small JSON form: wrap the environment so that they are Discrete")
 
 

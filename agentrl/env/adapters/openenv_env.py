@@ -52,17 +52,25 @@ class OpenEnv(ToolEnv):
         self._instructions = instructions
         self._client: Any = None
         self._waiting = False
-        schema = _action_schema(base_url)
-        fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
-        self._text_field = next(iter(fields)) if len(fields) == 1 and _is_text(fields) else ""
-        if {"tool_name", "arguments"} <= fields.keys():
-            tools = [self._mcp_tool(described) for described in _mcp_tools(self._package, base_url, message_timeout_s)]
+        action_schema = _action_schema(base_url)
+        action_fields = {
+            field_name: field_schema
+            for field_name, field_schema in action_schema.get("properties", {}).items()
+            if field_name != "metadata"
+        }
+        self._text_field = next(iter(action_fields)) if len(action_fields) == 1 and _is_text(action_fields) else ""
+        if {"tool_name", "arguments"} <= action_fields.keys():
+            server_tools = [
+                self._mcp_tool(described) for described in _mcp_tools(self._package, base_url, message_timeout_s)
+            ]
         elif self._text_field:
-            tools = []
+            server_tools = []
         else:
-            parameters = {**schema, "type": "object", "properties": fields}
-            tools = [SchemaTool("step", schema.get("description", "Take one action."), parameters, self._step)]
-        super().__init__(tools=tools, **settings)
+            parameters = {**action_schema, "type": "object", "properties": action_fields}
+            server_tools = [
+                SchemaTool("step", action_schema.get("description", "Take one action."), parameters, self._step)
+            ]
+        super().__init__(tools=server_tools, **settings)
 
     def setup(self, task: Mapping[str, Json]) -> None:
         self._client = self._package.GenericEnvClient(
@@ -72,15 +80,19 @@ class OpenEnv(ToolEnv):
         self._waiting = False
 
     def prompt(self, task: Mapping[str, Json]) -> Messages:
-        seed = int(self.np_random.integers(2**31))
-        result = self._query("reset", functools.partial(self._client.reset, seed=seed, **task))
-        shown = _shown(result.observation)
-        opening = (as_messages(part) for part in (self._instructions, shown) if part)
-        return tuple(message for messages in opening for message in messages)
+        reset_seed = int(self.np_random.integers(2**31))
+        reset_result = self._query("reset", functools.partial(self._client.reset, seed=reset_seed, **task))
+        shown_observation = _shown(reset_result.observation)
+        opening_parts = (
+            as_messages(opening_part) for opening_part in (self._instructions, shown_observation) if opening_part
+        )
+        return tuple(message for messages in opening_parts for message in messages)
 
     def on_text(self, text: str) -> str | Messages:
         if not self._text_field:
-            raise StructuralParseError("no tool call found; call " + ", ".join(s["name"] for s in self.schemas))
+            raise StructuralParseError(
+                "no tool call found; call " + ", ".join(tool_schema["name"] for tool_schema in self.schemas)
+            )
         return self._answer({self._text_field: text})
 
     def teardown(self) -> None:
@@ -89,8 +101,10 @@ class OpenEnv(ToolEnv):
             self._client = None
 
     def _step(self, arguments: Mapping[str, Json]) -> ToolResult:
-        shown = self._answer(arguments)
-        return as_result(shown if isinstance(shown, str) else "\n".join(message["content"] for message in shown))
+        shown_answer = self._answer(arguments)
+        return as_result(
+            shown_answer if isinstance(shown_answer, str) else "\n".join(message["content"] for message in shown_answer)
+        )
 
     def _answer(self, action: Mapping[str, Json]) -> str | Messages:
         if self._waiting:  # a call that was ended leaves its answer to the next one
@@ -100,45 +114,45 @@ class OpenEnv(ToolEnv):
         # takes the answer to the next action as its own.
         self._waiting = True
         try:
-            result = self._stepped(action)
+            step_result = self._stepped(action)
         finally:
             self._waiting = False
-        reward = float(result.reward or 0.0)
+        reward = float(step_result.reward or 0.0)
         # The policy's fault and not the server's: it may have found the action that divides by zero, and an episode
         # that leaves the loss for that would be a way out of it.
         if not math.isfinite(reward):
             raise ToolError(f"the environment gives {reward} for this action")
         self.reward(reward)
-        if result.done:
+        if step_result.done:
             self.finish()
-        return _shown(result.observation)
+        return _shown(step_result.observation)
 
     def _mcp_tool(self, described: Mapping[str, Any]) -> SchemaTool:
-        name = str(described["name"])
+        tool_name = str(described["name"])
         parameters = described.get("inputSchema") or described.get("input_schema") or {"type": "object"}
 
         def run(arguments: Mapping[str, Json]) -> str | Messages:
-            return self._answer({"tool_name": name, "arguments": dict(arguments)})
+            return self._answer({"tool_name": tool_name, "arguments": dict(arguments)})
 
-        return SchemaTool(name, str(described.get("description") or name), parameters, run)
+        return SchemaTool(tool_name, str(described.get("description") or tool_name), parameters, run)
 
     def _stepped(self, action: Mapping[str, Json]) -> Any:
         """The server's answer to an action. Raises ToolError if the server refuses the action, fails at it or ends the
         session, since the policy could have caused that, and EnvError if no server is there any more."""
-        client = self._client
+        own_client = self._client
         try:
-            return client.step(dict(action))
-        except RuntimeError as error:
-            if "VALIDATION_ERROR" in str(error):
-                raise ToolError("the environment does not understand this action") from error
-            raise ToolError(f"the environment failed at this action: {error}") from error
-        except Exception as error:
+            return own_client.step(dict(action))
+        except RuntimeError as server_error:
+            if "VALIDATION_ERROR" in str(server_error):
+                raise ToolError("the environment does not understand this action") from server_error
+            raise ToolError(f"the environment failed at this action: {server_error}") from server_error
+        except Exception as server_error:
             # The question that tells two cases apart: a session that ends under an action may be the action's doing, as
             # long as the server still answers. If it does not, this raises EnvError.
             _fetched_schema(self._url)
-            if client is self._client:  # else this call was left behind, and another episode runs
+            if own_client is self._client:  # else this call was left behind, and another episode runs
                 self.finish()
-            raise ToolError(f"the environment ended the session at this action: {error}") from error
+            raise ToolError(f"the environment ended the session at this action: {server_error}") from server_error
 
     def _query(self, what: str, body: Callable[[], Any]) -> Any:
         """Ask the server for what no action is part of. Raises EnvError."""
@@ -152,13 +166,13 @@ def serve(make: Callable[[], Any], *, max_sessions: int = 64) -> Any:
     An action is `{"text": …}`, what the policy wrote; an observation holds `messages` and `info`. Every session has
     an instance of its own, made by `make()`."""
     interfaces = require("openenv.core.env_server.interfaces", what="serving OpenEnv", package="openenv-core")
-    types = require("openenv.core.env_server.types", what="serving OpenEnv", package="openenv-core")
-    server = require("openenv.core.env_server.http_server", what="serving OpenEnv", package="openenv-core")
+    server_types = require("openenv.core.env_server.types", what="serving OpenEnv", package="openenv-core")
+    http_server = require("openenv.core.env_server.http_server", what="serving OpenEnv", package="openenv-core")
 
-    class TextAction(types.Action):
+    class TextAction(server_types.Action):
         text: str
 
-    class MessagesObservation(types.Observation):
+    class MessagesObservation(server_types.Observation):
         messages: list[dict[str, Any]]
         info: dict[str, Any]
 
@@ -170,25 +184,28 @@ def serve(make: Callable[[], Any], *, max_sessions: int = 64) -> Any:
             self._env, self._steps = make(), 0
 
         def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Any:
-            observation, info = self._env.reset(seed=seed, options=options or None)
+            observation, reset_info = self._env.reset(seed=seed, options=options or None)
             self._steps = 0
-            return MessagesObservation(messages=list(as_messages(observation)), info=info)
+            return MessagesObservation(messages=list(as_messages(observation)), info=reset_info)
 
         def step(self, action: Any, timeout_s: float | None = None, **_: Any) -> Any:
-            observation, reward, terminated, truncated, info = self._env.step(action.text)
+            observation, reward, terminated, truncated, step_info = self._env.step(action.text)
             self._steps += 1
             return MessagesObservation(
-                messages=list(as_messages(observation)), info=info, reward=float(reward), done=terminated or truncated
+                messages=list(as_messages(observation)),
+                info=step_info,
+                reward=float(reward),
+                done=terminated or truncated,
             )
 
         @property
         def state(self) -> Any:
-            return types.State(step_count=self._steps)
+            return server_types.State(step_count=self._steps)
 
         def close(self) -> None:
             self._env.close()
 
-    return server.create_app(Served, TextAction, MessagesObservation, max_concurrent_envs=max_sessions)
+    return http_server.create_app(Served, TextAction, MessagesObservation, max_concurrent_envs=max_sessions)
 
 
 @functools.lru_cache(maxsize=64)
@@ -199,46 +216,52 @@ def _action_schema(base_url: str) -> Mapping[str, Any]:
 def _fetched_schema(base_url: str) -> Mapping[str, Any]:
     """The schema of a server's actions. Raises EnvError if no server answers."""
     try:
-        answer = httpx.get(f"{base_url.rstrip('/')}/schema", timeout=CONNECT_S)
-        answer.raise_for_status()
-        return answer.json()["action"]
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise EnvError(f"no OpenEnv server answers at {base_url}: {type(error).__name__}: {error}") from error
+        http_answer = httpx.get(f"{base_url.rstrip('/')}/schema", timeout=CONNECT_S)
+        http_answer.raise_for_status()
+        return http_answer.json()["action"]
+    except (httpx.HTTPError, ValueError, KeyError) as fetch_error:
+        raise EnvError(
+            f"no OpenEnv server answers at {base_url}: {type(fetch_error).__name__}: {fetch_error}"
+        ) from fetch_error
 
 
 def _mcp_tools(package: Any, base_url: str, timeout_s: float) -> list[Mapping[str, Any]]:
     """Read a server's list of tools, by `tools/list`. Raises EnvError if it lists none."""
     with package.GenericEnvClient(base_url, connect_timeout_s=CONNECT_S, message_timeout_s=timeout_s) as client:
-        request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-        answer = client._send_and_receive({"type": "mcp", "data": request})["data"]
-    if "result" not in answer:
-        raise EnvError(f"OpenEnv server {base_url} lists no tools: {answer.get('error', {}).get('message')}")
-    return answer["result"]["tools"]
+        list_request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+        mcp_answer = client._send_and_receive({"type": "mcp", "data": list_request})["data"]
+    if "result" not in mcp_answer:
+        raise EnvError(f"OpenEnv server {base_url} lists no tools: {mcp_answer.get('error', {}).get('message')}")
+    return mcp_answer["result"]["tools"]
 
 
 def _is_text(fields: Mapping[str, Any]) -> bool:
-    return all(field.get("type") == "string" for field in fields.values())
+    return all(field_schema.get("type") == "string" for field_schema in fields.values())
 
 
 def _shown(observation: Mapping[str, Any]) -> str | Messages:
     """An observation as the model reads it: messages as they are, one text field alone, else JSON."""
-    seen = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
-    if isinstance(seen.get("messages"), list):
-        return as_messages(seen["messages"])
-    if seen.get("error"):
-        return f"error: {seen['error']}"
-    if "tool_name" in seen:
-        return _tool_text(seen.get("result"))
-    if not seen:
+    shown_fields = {
+        field_name: field_value
+        for field_name, field_value in observation.items()
+        if field_name not in ("done", "reward", "metadata")
+    }
+    if isinstance(shown_fields.get("messages"), list):
+        return as_messages(shown_fields["messages"])
+    if shown_fields.get("error"):
+        return f"error: {shown_fields['error']}"
+    if "tool_name" in shown_fields:
+        return _tool_text(shown_fields.get("result"))
+    if not shown_fields:
         return ""
-    if len(seen) == 1 and isinstance(text := next(iter(seen.values())), str):
-        return text
-    return json.dumps(seen, ensure_ascii=False)
+    if len(shown_fields) == 1 and isinstance(only_text := next(iter(shown_fields.values())), str):
+        return only_text
+    return json.dumps(shown_fields, ensure_ascii=False)
 
 
 def _tool_text(result: Any) -> str:
     """The texts of an MCP tool's result, or the result as JSON."""
-    fields = cast("dict[str, Any]", result if isinstance(result, dict) else {})
-    parts = cast("list[dict[str, Any]]", fields.get("content") or [])
-    texts = [str(part["text"]) for part in parts if "text" in part]
-    return "\n".join(texts) if texts else json.dumps(result, ensure_ascii=False)
+    result_fields = cast("dict[str, Any]", result if isinstance(result, dict) else {})
+    content_parts = cast("list[dict[str, Any]]", result_fields.get("content") or [])
+    part_texts = [str(content_part["text"]) for content_part in content_parts if "text" in content_part]
+    return "\n".join(part_texts) if part_texts else json.dumps(result, ensure_ascii=False)

@@ -39,14 +39,16 @@ class PettingZoo(RolesEnv):
         rules: str = "",
         forfeit_outcome: float = -1.0,
     ) -> None:
-        make = registry.load_reference(env) if isinstance(env, str) else env
-        self._env: Any = make(**dict(kwargs or {})) if callable(make) else make
+        make_env = registry.load_reference(env) if isinstance(env, str) else env
+        self._env: Any = make_env(**dict(kwargs or {})) if callable(make_env) else make_env
         if not hasattr(self._env, "agent_selection") and not hasattr(self._env, "agent_iter"):
             raise UsageError(f"{self._env} is no AEC environment: convert parallel ones with parallel_to_aec")
         self._agents = {str(agent): agent for agent in self._env.possible_agents}
         self.roles = tuple(self._agents)
-        self._names = {role: names_of(self._env.action_space(agent), actions) for role, agent in self._agents.items()}
-        wordless = [role for role, names in self._names.items() if not names]
+        self._names = {
+            role_name: names_of(self._env.action_space(agent), actions) for role_name, agent in self._agents.items()
+        }
+        wordless = [role_name for role_name, action_names in self._names.items() if not action_names]
         if wordless:
             raise UsageError(f"{', '.join(wordless)} take no Discrete actions: only those have names to write")
         self._show, self.rules, self._forfeit_outcome = show, rules, forfeit_outcome
@@ -63,22 +65,24 @@ class PettingZoo(RolesEnv):
         opening = [] if role in self._briefed else [self.rules, f"You are {role}."]
         self._briefed.add(role)
         if self._show is not None:
-            shown = self._show(role, observation, info)
+            shown_text = self._show(role, observation, info)
         else:
-            shown = json.dumps(plain(_without_mask(observation)), ensure_ascii=False)
-        legal = self._legal(role, observation, info)
-        return "\n".join(filter(None, [*opening, shown, f"Possible actions: {', '.join(legal)}."]))
+            shown_text = json.dumps(plain(_without_mask(observation)), ensure_ascii=False)
+        legal_names = self._legal(role, observation, info)
+        return "\n".join(filter(None, [*opening, shown_text, f"Possible actions: {', '.join(legal_names)}."]))
 
     def play(self, role: str, text: str) -> str | None:
         observation, _, _, _, info = self._env.last()
-        name, legal = self._named(role, text), self._legal(role, observation, info)
-        if name not in legal:
-            raise ToolError(f"{name} is not possible now; possible: {', '.join(legal)}")
-        space = self._env.action_space(self._agents[role])
+        action_name, legal_names = self._named(role, text), self._legal(role, observation, info)
+        if action_name not in legal_names:
+            raise ToolError(f"{action_name} is not possible now; possible: {', '.join(legal_names)}")
+        action_space = self._env.action_space(self._agents[role])
         try:
-            self._env.step(self._names[role].index(name) + int(space.start))
-        except Exception as error:  # a game without a mask refuses an illegal move itself
-            raise ToolError(f"the game cannot take {name} now ({type(error).__name__}: {error})") from error
+            self._env.step(self._names[role].index(action_name) + int(action_space.start))
+        except Exception as game_error:  # a game without a mask refuses an illegal move itself
+            raise ToolError(
+                f"the game cannot take {action_name} now ({type(game_error).__name__}: {game_error})"
+            ) from game_error
         for agent, amount in self._env.rewards.items():
             self._returns[str(agent)] += float(amount)
         self.cut_off = any(self._env.truncations.values()) and not any(self._env.terminations.values())
@@ -88,7 +92,10 @@ class PettingZoo(RolesEnv):
         return str(self._env.agent_selection) if self._env.agents else None
 
     def outcomes(self, forfeited: str | None) -> Mapping[str, float]:
-        return {role: self._forfeit_outcome if role == forfeited else total for role, total in self._returns.items()}
+        return {
+            role_name: self._forfeit_outcome if role_name == forfeited else total_return
+            for role_name, total_return in self._returns.items()
+        }
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -100,20 +107,24 @@ class PettingZoo(RolesEnv):
     def _named(self, role: str, text: str) -> str:
         matches = re.findall(r"(?:action|move)\s*[:=]\s*([^\n]+)", text, re.IGNORECASE)
         # The last one counts: a model that thinks aloud names several moves before it decides.
-        word = re.sub(r"[^\w ]", "", matches[-1] if matches else text).strip().casefold()
-        for name in self._names[role]:
-            if word == re.sub(r"[^\w ]", "", name).casefold():
-                return name
+        last_word = re.sub(r"[^\w ]", "", matches[-1] if matches else text).strip().casefold()
+        for action_name in self._names[role]:
+            if last_word == re.sub(r"[^\w ]", "", action_name).casefold():
+                return action_name
         raise ContentParseError("write the name of one possible action, for example: action: " + self._names[role][0])
 
     def _legal(self, role: str, observation: Any, info: Mapping[str, Any]) -> list[str]:
-        names = self._names[role]
-        mask = _mask_in(observation) or _mask_in(info)
-        return [name for name, allowed in zip(names, mask, strict=True) if allowed] if mask else list(names)
+        action_names = self._names[role]
+        action_mask = _mask_in(observation) or _mask_in(info)
+        return (
+            [action_name for action_name, is_allowed in zip(action_names, action_mask, strict=True) if is_allowed]
+            if action_mask
+            else list(action_names)
+        )
 
 
 def _mask_in(source: Any) -> list[int]:
-    return [int(allowed) for allowed in source["action_mask"]] if _holds(source, "action_mask") else []
+    return [int(is_allowed) for is_allowed in source["action_mask"]] if _holds(source, "action_mask") else []
 
 
 def _without_mask(observation: Any) -> Any:

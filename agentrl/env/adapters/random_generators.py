@@ -22,13 +22,13 @@ class OwnGenerators:
     def run(self, body: Callable[[], T]) -> T:
         # The states are exchanged and not only seeded: episodes run side by side in one thread, and each draw of one
         # would move the others' generators on.
-        before = (random.getstate(), np.random.get_state())
+        global_states = (random.getstate(), np.random.get_state())
         _set(self._states)
         try:
             return body()
         finally:
             self._states = (random.getstate(), np.random.get_state())
-            _set(before)
+            _set(global_states)
 
 
 def hashes_are_fixed() -> bool:

@@ -59,8 +59,8 @@ class ReasoningGym(ToolEnv):
         self.replayable = hashes_are_fixed() or not UNORDERED & _names(task, self._config)
         try:
             self._question(0)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise UsageError(f"reasoning-gym makes no {task!r} with {self._config}: {error}") from error
+        except (ValueError, TypeError, AssertionError) as config_error:
+            raise UsageError(f"reasoning-gym makes no {task!r} with {self._config}: {config_error}") from config_error
         super().__init__(**settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -72,29 +72,30 @@ class ReasoningGym(ToolEnv):
         return self._entry["question"]
 
     async def on_text(self, text: str) -> None:
-        answer = answer_in(text)
-        if answer is None:
+        tagged_answer = answer_in(text)
+        if tagged_answer is None:
             raise ContentParseError("no answer found: write <answer>…</answer>")
         with watch(own_s=self._score_s, policy_s=self._score_s) as watching:  # the wait for a thread does not count
             # In a thread, as sympy may compute for minutes on a short text, and a loop that it holds stops every other
             # episode.
-            self._score = await in_thread(partial(self._scored, answer))
+            self._score = await in_thread(partial(self._scored, tagged_answer))
         if watching.over is not None:
             self.note(scores_late=[self._name])
         self.finish()
 
     def _scored(self, answer: str) -> float:
-        sources = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
-        python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, sources), strict=True))
+        data_sets = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
+        evaluates_python, evaluates_sympy = map(any, zip(*map(evaluates, data_sets), strict=True))
         # The data set's own answer always passes, whatever it looks like: a task that its right answer cannot solve
         # would be noise in the reward.
-        if (python or symbolic) and not is_plain(answer, symbolic=symbolic) and answer != self._entry["answer"]:
+        is_own_answer = answer == self._entry["answer"]
+        if (evaluates_python or evaluates_sympy) and not (is_own_answer or is_plain(answer, symbolic=evaluates_sympy)):
             answer = ""
         try:
-            score = float(self._source.score_answer(answer, self._entry))
+            own_score = float(self._source.score_answer(answer, self._entry))
         except Exception:  # the question is the data set's own: only the answer can be at fault
             return 0.0
-        return score if 0.0 <= score <= 1.0 else 0.0
+        return own_score if 0.0 <= own_score <= 1.0 else 0.0
 
     def grade(self) -> Grade:
         return Grade(outcome=self._score, success=self._score >= 1.0)
@@ -104,21 +105,21 @@ class ReasoningGym(ToolEnv):
         return OwnGenerators(seed).run(partial(self._made, seed))
 
     def _made(self, seed: int) -> tuple[Any, Any]:
-        source = self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
-        return source, source[0]
+        data_set = self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
+        return data_set, data_set[0]
 
 
 def _names(task: str, config: Mapping[str, Any]) -> set[str]:
     """The data set, and those that a composite one is made of."""
-    parts: Any = config.get("datasets") or ()
-    return {task, *(str(getattr(part, "name", None) or dict(part).get("name")) for part in parts)}
+    part_configs: Any = config.get("datasets") or ()
+    return {task, *(str(getattr(data_set, "name", None) or dict(data_set).get("name")) for data_set in part_configs)}
 
 
 def answer_in(text: str) -> str | None:
     """The text within the last pair of answer tags; None if there is no pair."""
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, answer = before.rpartition("<answer>")
-    return answer.partition("</answer>")[0].strip() if closed and opened else None
+    text_before, closing_tag, _ = text.rpartition("</answer>")
+    _, opening_tag, tagged_text = text_before.rpartition("<answer>")
+    return tagged_text.partition("</answer>")[0].strip() if closing_tag and opening_tag else None
 
 
 _LONGEST: Final = 2_000  # characters
@@ -133,15 +134,19 @@ _SYMPY: Final = re.compile(r"\b(?:parse_expr|sympify|S)\(")
 
 def evaluates(verifier: object) -> tuple[bool, bool]:
     """Whether the modules of an object's classes call Python's `eval`, and whether they call sympy's."""
-    python = symbolic = False
-    for cls in type(verifier).__mro__[:-1]:
-        module = sys.modules.get(cls.__module__)
+    calls_python = calls_sympy = False
+    for own_class in type(verifier).__mro__[:-1]:
+        class_module = sys.modules.get(own_class.__module__)
         # By the text of the module and not by a list of data sets: a list is right for one version of the package, and
         # a new data set that calls `eval` would not be on it.
-        source = inspect.getsource(module) if module is not None and getattr(module, "__file__", None) else ""
-        python = python or _PYTHON.search(source) is not None
-        symbolic = symbolic or ("sympy" in source and _SYMPY.search(source) is not None)
-    return python, symbolic
+        module_source = (
+            inspect.getsource(class_module)
+            if class_module is not None and getattr(class_module, "__file__", None)
+            else ""
+        )
+        calls_python = calls_python or _PYTHON.search(module_source) is not None
+        calls_sympy = calls_sympy or ("sympy" in module_source and _SYMPY.search(module_source) is not None)
+    return calls_python, calls_sympy
 
 
 def is_plain(answer: str, *, symbolic: bool) -> bool:
@@ -150,10 +155,10 @@ def is_plain(answer: str, *, symbolic: bool) -> bool:
     if len(answer) > _LONGEST:
         return False
     try:
-        tree = ast.parse(answer.strip(), mode="eval").body
+        expression = ast.parse(answer.strip(), mode="eval").body
         # Powers multiply: 9**9**9 has five characters, and its value fills the memory. What is bounded is the product
         # of exponents within one another.
-        return _weight(tree, symbolic) <= _POWER
+        return _weight(expression, symbolic) <= _POWER
     except _NotPlain:
         return False
     except (SyntaxError, ValueError):  # `eval` refuses it as well

@@ -37,22 +37,22 @@ class TextArena(RolesEnv):
     replayable = True
 
     def __init__(self, game: str, *, players: int = 1, kwargs: Mapping[str, Any] | None = None) -> None:
-        arena = require("textarena", what="TextArena")
+        textarena = require("textarena", what="TextArena")
         # The raw game, as TextArena's wrappers rewrite what a player reads; a role's messages have to stay as the game
         # said them.
-        raw = game if game.endswith("-raw") else f"{game}-raw"
-        self.roles = tuple(f"player_{number}" for number in range(players))
+        raw_game_id = game if game.endswith("-raw") else f"{game}-raw"
+        self.roles = tuple(f"player_{player_number}" for player_number in range(players))
         try:
-            self._env: Any = arena.make(raw, **dict(kwargs or {}))
-            if (key := (game, players, repr(kwargs))) not in _PLAYED:  # once: a reset may read whole dictionaries
+            self._env: Any = textarena.make(raw_game_id, **dict(kwargs or {}))
+            if (game_key := (game, players, repr(kwargs))) not in _PLAYED:  # once: a reset may read whole dictionaries
                 self._deal(0)
                 self._next()
-                _PLAYED.add(key)
+                _PLAYED.add(game_key)
         except UsageError:
             raise
-        except Exception as error:  # a game may need a key or data, or be written for another Python
-            raise UsageError(f"textarena makes no {game!r}: {_reason(error)}") from error
-        self._own_words = arena.ObservationType.PLAYER_ACTION
+        except Exception as game_error:  # a game may need a key or data, or be written for another Python
+            raise UsageError(f"textarena makes no {game!r}: {_reason(game_error)}") from game_error
+        self._own_words = textarena.ObservationType.PLAYER_ACTION
 
     def start(self, task: Mapping[str, Json]) -> str:
         self._deal(int(self.np_random.integers(2**31)))
@@ -63,30 +63,38 @@ class TextArena(RolesEnv):
         self._generators = OwnGenerators(seed)
         try:
             self._generators.run(lambda: self._env.reset(num_players=len(self.roles), seed=seed))
-        except AssertionError as error:
-            raise UsageError(f"{len(self.roles)} players cannot play this game: {error}") from error
+        except AssertionError as reset_error:
+            raise UsageError(f"{len(self.roles)} players cannot play this game: {reset_error}") from reset_error
         _end_when_nobody_is_left(self._env.state)
 
     def see(self, role: str) -> str:
-        number, messages = cast("tuple[int, list[tuple[int, Any, Any]]]", self._seen)
-        texts = (text for speaker, text, kind in messages if speaker != number or kind != self._own_words)
-        return "\n".join(text for text in texts if isinstance(text, str))  # some games put a number in its place
+        own_number, messages = cast("tuple[int, list[tuple[int, Any, Any]]]", self._seen)
+        message_texts = (
+            message_text
+            for speaker, message_text, message_kind in messages
+            if speaker != own_number or message_kind != self._own_words
+        )
+        # Some games put a number in the place of a text.
+        return "\n".join(message_text for message_text in message_texts if isinstance(message_text, str))
 
     def play(self, role: str, text: str) -> str | None:
         try:
-            over, _ = self._generators.run(lambda: self._env.step(text))
-            if not over:
+            is_over, _ = self._generators.run(lambda: self._env.step(text))
+            if not is_over:
                 return self._next()
             self._results = self._generators.run(self._env.close)[0] or {}
-        except Exception as error:  # the game's code read the text: a number of 5,000 digits, say
-            raise ToolError(f"the game cannot read this ({type(error).__name__})") from error
+        except Exception as game_error:  # the game's code read the text: a number of 5,000 digits, say
+            raise ToolError(f"the game cannot read this ({type(game_error).__name__})") from game_error
         return None
 
     def outcomes(self, forfeited: str | None) -> Mapping[str, float]:
         if forfeited is not None:
-            others = 1.0 if len(self.roles) == 2 else 0.0
-            return {role: _INVALID if role == forfeited else others for role in self.roles}
-        return {role: _number(self._results.get(number, 0)) for number, role in enumerate(self.roles)}
+            other_outcome = 1.0 if len(self.roles) == 2 else 0.0
+            return {role_name: _INVALID if role_name == forfeited else other_outcome for role_name in self.roles}
+        return {
+            role_name: _number(self._results.get(player_number, 0))
+            for player_number, role_name in enumerate(self.roles)
+        }
 
     def _next(self) -> str:
         self._seen: Any = self._generators.run(self._env.get_observation)
@@ -95,15 +103,15 @@ class TextArena(RolesEnv):
 
 def _end_when_nobody_is_left(state: Any) -> None:
     """TextArena looks for the next player who was not eliminated, and for ever once invalid moves eliminated all."""
-    step: Callable[..., Any] | None = getattr(state, "step", None)
-    if step is None or not hasattr(state, "elimination_order"):
+    game_step: Callable[..., Any] | None = getattr(state, "step", None)
+    if game_step is None or not hasattr(state, "elimination_order"):
         return
 
     def ending(*args: Any, **kwargs: Any) -> Any:
         if not state.done and {*range(state.num_players)} <= {*state.elimination_order}:
             state.rewards = dict.fromkeys(range(state.num_players), _INVALID)
             state.done = True
-        return step(*args, **kwargs)
+        return game_step(*args, **kwargs)
 
     state.step = ending
 
@@ -114,5 +122,7 @@ def _number(reward: Any) -> float:
 
 def _reason(error: Exception) -> str:
     """The first line of an error that says something, with the error's kind."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return f"{type(error).__name__}: " + next((line for line in lines if re.search(r"\w", line)), "no reason given")
+    error_lines = [error_line.strip() for error_line in str(error).splitlines()]
+    return f"{type(error).__name__}: " + next(
+        (error_line for error_line in error_lines if re.search(r"\w", error_line)), "no reason given"
+    )

@@ -68,11 +68,11 @@ class TrlEnv(ToolEnv):
         rows: str | None = None,
         **settings: Any,
     ) -> None:
-        make = registry.load_reference(env) if isinstance(env, str) else env
-        self._env = make()
-        name = type(self._env).__name__
+        make_env = registry.load_reference(env) if isinstance(env, str) else env
+        self._env = make_env()
+        class_name = type(self._env).__name__
         if not callable(getattr(self._env, "reset", None)):
-            raise UsageError(f"{name} has no reset method: it is no environment in TRL's sense")
+            raise UsageError(f"{class_name} has no reset method: it is no environment in TRL's sense")
         for _, method in inspect.getmembers(cast("object", self._env).__class__, inspect.iscoroutinefunction):
             asyncio_code.mark(method, True)  # TRL runs them on asyncio's loop
         self._default = prompt
@@ -83,8 +83,8 @@ class TrlEnv(ToolEnv):
         self._action = ""
         self.graded = bool(self._functions) or callable(getattr(self._env, "get_reward", None))
         if not self.graded:
-            hint = "give reward_funcs = ['file.py:function'] in env.kwargs, or the run a rewarder (env.reward)"
-            self.unrewarded = f"{name} has no get_reward, so nothing gives its episodes a reward: {hint}"
+            correction = "give reward_funcs = ['file.py:function'] in env.kwargs, or the run a rewarder (env.reward)"
+            self.unrewarded = f"{class_name} has no get_reward, so nothing gives its episodes a reward: {correction}"
         super().__init__(tools=_methods_of(self._env), **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -95,17 +95,17 @@ class TrlEnv(ToolEnv):
     async def prompt(self, task: Mapping[str, Json]) -> Sequence[Message]:
         """Reset the author's environment for the task. As in TRL, the text that `reset` returns is appended to the last
         message of the prompt."""
-        seen = cast(object, await self._hook(functools.partial(self._env.reset, **task)))
-        if seen is not None and not isinstance(seen, str):
-            name, kind = type(self._env).__name__, type(seen).__name__
-            raise UsageError(f"{name}.reset returned a {kind}, neither None nor text")
+        reset_text = cast(object, await self._hook(functools.partial(self._env.reset, **task)))
+        if reset_text is not None and not isinstance(reset_text, str):
+            class_name, returned_kind = type(self._env).__name__, type(reset_text).__name__
+            raise UsageError(f"{class_name}.reset returned a {returned_kind}, neither None nor text")
         content: Any = task.get("prompt", self._default)
         opening = (
             [Message(role="user", content=content)] if isinstance(content, str) else [*cast("list[Message]", content)]
         )
-        if seen is not None:
-            last = opening.pop() if opening else Message(role="user", content="")
-            opening.append(Message(role=last["role"], content=last["content"] + seen))
+        if reset_text is not None:
+            last_message = opening.pop() if opening else Message(role="user", content="")
+            opening.append(Message(role=last_message["role"], content=last_message["content"] + reset_text))
         self._completion, self._opening = [], opening
         return opening
 
@@ -126,17 +126,20 @@ class TrlEnv(ToolEnv):
         0: it judges what the policy did, so the policy could have caused it."""
         if not self.graded:
             return None
-        scores = dict[str, float]()
+        function_scores = dict[str, float]()
         try:
             if self._functions:
-                answer = self._answer()
+                whole_answer = self._answer()
                 for function in self._functions:
-                    score: float | None = await self._hook(function, answer)
-                    if score is not None:  # None abstains
-                        scores[function.name] = score
-                weights = dict(zip((function.name for function in self._functions), self._weights, strict=True))
-                outcome = math.fsum(weights[name] * score for name, score in scores.items())
-                if not scores:
+                    function_score: float | None = await self._hook(function, whole_answer)
+                    if function_score is not None:  # None abstains
+                        function_scores[function.name] = function_score
+                weight_by_name = dict(zip((function.name for function in self._functions), self._weights, strict=True))
+                outcome = math.fsum(
+                    weight_by_name[function_name] * function_score
+                    for function_name, function_score in function_scores.items()
+                )
+                if not function_scores:
                     notices.note("rewards", NOBODY_JUDGES, by_policy=True)
             else:
                 outcome = float(await self._hook(self._env.get_reward))
@@ -144,58 +147,78 @@ class TrlEnv(ToolEnv):
         # the run at the first one instead of training on zeros.
         except UsageError:
             raise
-        except EnvError as error:  # no finite number
-            notices.note("rewards", f"{error}: the outcome is 0", by_policy=True)
-            return Grade(outcome=0.0, success=False, info={"reward_error": str(error)[:500]})
+        except EnvError as reward_error:  # no finite number
+            notices.note("rewards", f"{reward_error}: the outcome is 0", by_policy=True)
+            return Grade(outcome=0.0, success=False, info={"reward_error": str(reward_error)[:500]})
         except InfrastructureError:
             raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            _TRACEBACKS.log(error, f"the reward of {type(self._env).__qualname__} raised {problem} ({place_of(error)})")
+        except Exception as reward_error:
+            problem = f"{type(reward_error).__name__}: {reward_error}"
+            _TRACEBACKS.log(
+                reward_error,
+                f"the reward of {type(self._env).__qualname__} raised {problem} ({place_of(reward_error)})",
+            )
             return Grade(outcome=0.0, success=False, info={"reward_error": problem[:500]})
         if not math.isfinite(outcome):
             notices.note("rewards", f"get_reward gives {outcome}: the outcome is 0", by_policy=True)
             outcome = 0.0
-        return Grade(outcome=outcome, success=outcome >= 1.0, info={"scores": dict(scores)} if scores else {})
+        return Grade(
+            outcome=outcome, success=outcome >= 1.0, info={"scores": dict(function_scores)} if function_scores else {}
+        )
 
     def _answer(self) -> Answer:
         messages = without_last_results(self._completion)
         completion = messages[-1]["content"] if messages else ""
-        row = {key: value for key, value in self.task.items() if key != "prompt"}
+        row_columns = {
+            column_name: cell_value for column_name, cell_value in self.task.items() if column_name != "prompt"
+        }
         return Answer(
-            prompt=self._opening, completion=completion, row=row, talk=True, messages=messages, environment=self._env
+            prompt=self._opening,
+            completion=completion,
+            row=row_columns,
+            talk=True,
+            messages=messages,
+            environment=self._env,
         )
 
 
 def _functions_of(reward_funcs: Sequence[Function] | Function) -> list[RewardFunction]:
     functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
-    wrapped = [
-        RewardFunction.of(each)
-        if isinstance(each, str)
-        else RewardFunction.made(getattr(each, "__name__", repr(each)), each)
-        for each in functions
+    wrapped_functions = [
+        RewardFunction.of(reference)
+        if isinstance(reference, str)
+        else RewardFunction.made(getattr(reference, "__name__", repr(reference)), reference)
+        for reference in functions
     ]
-    if alien := [function.name for function in wrapped if not function.batched]:
-        raise UsageError(f"reward_funcs: {alien[0]!r} takes no arguments of TRL's: write def f(environments, **kwargs)")
-    names = Counter(function.name for function in wrapped)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise UsageError(f"reward_funcs: {twice[0]!r} is there twice: give each its own name")
-    return wrapped
+    if alien_names := [function.name for function in wrapped_functions if not function.batched]:
+        raise UsageError(
+            f"reward_funcs: {alien_names[0]!r} takes no arguments of TRL's: write def f(environments, **kwargs)"
+        )
+    name_counts = Counter(function.name for function in wrapped_functions)
+    if doubled_names := [name for name, count in name_counts.items() if count > 1]:
+        raise UsageError(f"reward_funcs: {doubled_names[0]!r} is there twice: give each its own name")
+    return wrapped_functions
 
 
 def _weights_of(reward_weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     weights = (1.0,) * count if reward_weights is None else tuple(reward_weights)
     if len(weights) != count:
         raise UsageError(f"reward_weights = {reward_weights!r}: give one for each of the {count} reward_funcs")
-    return tuple(finite(f"reward_weights[{number}]", weight) for number, weight in enumerate(weights))
+    return tuple(finite(f"reward_weights[{weight_index}]", weight) for weight_index, weight in enumerate(weights))
 
 
 def _methods_of(env: Any) -> list[FunctionTool]:
     """The public methods of the class as tools, by the name of the function, as in TRL."""
-    members = cast("list[tuple[str, object]]", inspect.getmembers(cast(object, env).__class__))
-    public = (name for name, value in members if inspect.isfunction(value) and not name.startswith("_"))
-    methods = [getattr(env, name) for name in public if name not in ("reset", "get_reward")]
-    return [_MethodTool(method) for method in {method.__name__: method for method in methods}.values()]
+    class_members = cast("list[tuple[str, object]]", inspect.getmembers(cast(object, env).__class__))
+    public_names = (
+        member_name
+        for member_name, member_value in class_members
+        if inspect.isfunction(member_value) and not member_name.startswith("_")
+    )
+    bound_methods = [
+        getattr(env, member_name) for member_name in public_names if member_name not in ("reset", "get_reward")
+    ]
+    return [_MethodTool(method) for method in {method.__name__: method for method in bound_methods}.values()]
 
 
 class _MethodTool(FunctionTool):
@@ -216,20 +239,25 @@ class _MethodTool(FunctionTool):
 def _as_transformers(schema: Mapping[str, Any], method: Callable[..., Any]) -> dict[str, Any]:
     """A schema of ours as transformers writes it: without defaults and bounds of tuples, `nullable` for None, choices
     of the docstring as `enum`, and with what is returned."""
-    parameters = {name: _plain(property_) for name, property_ in schema["parameters"]["properties"].items()}
+    parameters = {
+        parameter_name: _plain(property_) for parameter_name, property_ in schema["parameters"]["properties"].items()
+    }
     for parameter in parameters.values():
-        if match := _CHOICES.search(parameter.get("description", "")):
-            parameter["description"] = parameter["description"][: match.start()].strip()
+        if choices_match := _CHOICES.search(parameter.get("description", "")):
+            parameter["description"] = parameter["description"][: choices_match.start()].strip()
             with suppress(ValueError):
-                parameter["enum"] = [each.strip() if isinstance(each, str) else each for each in json.loads(match[1])]
-    shown: dict[str, Any] = {
+                parameter["enum"] = [
+                    choice_value.strip() if isinstance(choice_value, str) else choice_value
+                    for choice_value in json.loads(choices_match[1])
+                ]
+    shown_parameters: dict[str, Any] = {
         "type": "object",
-        "properties": {name: _ordered(parameter) for name, parameter in parameters.items()},
+        "properties": {parameter_name: _ordered(parameter) for parameter_name, parameter in parameters.items()},
     }
     if required := schema["parameters"].get("required"):
-        shown["required"] = required
+        shown_parameters["required"] = required
     returned = _returned(method)
-    return {"name": schema["name"], "description": schema["description"], "parameters": shown} | (
+    return {"name": schema["name"], "description": schema["description"], "parameters": shown_parameters} | (
         {"return": returned} if returned else {}
     )
 
@@ -237,28 +265,36 @@ def _as_transformers(schema: Mapping[str, Any], method: Callable[..., Any]) -> d
 def _plain(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    plain = {key: value for key, value in cast("dict[str, Any]", schema).items() if key not in _UNSAID}
-    if plain.get("items") == {}:
-        del plain["items"]
-    if plain.get("additionalProperties") in (True, {}):
-        del plain["additionalProperties"]
-    for name in ("items", "additionalProperties"):
-        if name in plain:
-            plain[name] = _plain(plain[name])
-    if "prefixItems" in plain:
-        plain["prefixItems"] = [_plain(schema) for schema in plain["prefixItems"]]
-    if "anyOf" in plain:
-        kinds = [_plain(schema) for schema in plain.pop("anyOf")]
-        non_null = [kind for kind in kinds if kind != {"type": "null"}]
+    plain_schema = {
+        keyword: keyword_value
+        for keyword, keyword_value in cast("dict[str, Any]", schema).items()
+        if keyword not in _UNSAID
+    }
+    if plain_schema.get("items") == {}:
+        del plain_schema["items"]
+    if plain_schema.get("additionalProperties") in (True, {}):
+        del plain_schema["additionalProperties"]
+    for keyword_name in ("items", "additionalProperties"):
+        if keyword_name in plain_schema:
+            plain_schema[keyword_name] = _plain(plain_schema[keyword_name])
+    if "prefixItems" in plain_schema:
+        plain_schema["prefixItems"] = [_plain(schema) for schema in plain_schema["prefixItems"]]
+    if "anyOf" in plain_schema:
+        kind_schemas = [_plain(schema) for schema in plain_schema.pop("anyOf")]
+        non_null = [kind_schema for kind_schema in kind_schemas if kind_schema != {"type": "null"}]
         if len(non_null) == 1:
-            plain |= non_null[0]
-        elif all({*kind} == {"type"} for kind in non_null):
-            plain["type"] = sorted(kind["type"] for kind in non_null)
+            plain_schema |= non_null[0]
+        elif all({*kind_schema} == {"type"} for kind_schema in non_null):
+            plain_schema["type"] = sorted(kind_schema["type"] for kind_schema in non_null)
         else:
-            plain["anyOf"] = non_null
-        if len(non_null) < len(kinds):
-            plain["nullable"] = True
-    return {name: plain[name] for name in ("type", *plain) if name in plain}
+            plain_schema["anyOf"] = non_null
+        if len(non_null) < len(kind_schemas):
+            plain_schema["nullable"] = True
+    return {
+        keyword_name: plain_schema[keyword_name]
+        for keyword_name in ("type", *plain_schema)
+        if keyword_name in plain_schema
+    }
 
 
 def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
@@ -269,13 +305,13 @@ def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _returned(method: Callable[..., Any]) -> dict[str, Any]:
     """The schema of what a method returns; nothing without a hint."""
-    hint = get_type_hints(method).get("return", inspect.Signature.empty)
-    if hint is inspect.Signature.empty:
+    return_hint = get_type_hints(method).get("return", inspect.Signature.empty)
+    if return_hint is inspect.Signature.empty:
         return {}
     with suppress(PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
-        shown = _plain(TypeAdapter[Any](hint).json_schema())
-        match = _RETURNS.search(inspect.getdoc(method) or "")
-        return {**shown, "description": match[1].strip()} if match else shown
+        return_schema = _plain(TypeAdapter[Any](return_hint).json_schema())
+        returns_match = _RETURNS.search(inspect.getdoc(method) or "")
+        return {**return_schema, "description": returns_match[1].strip()} if returns_match else return_schema
     return {}
 
 

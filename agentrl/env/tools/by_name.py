@@ -74,13 +74,13 @@ class Plugged:
         self.tools: list[Tool] = []
         if isinstance(named, str | Mapping):
             raise ConfigError("tools", named, "give a list of tools")
-        for each in named:
-            if isinstance(each, str):
-                self._resolve({"id": each})
-            elif isinstance(each, Mapping):
-                self._resolve(cast("Mapping[str, Any]", each))
+        for named_tool in named:
+            if isinstance(named_tool, str):
+                self._resolve({"id": named_tool})
+            elif isinstance(named_tool, Mapping):
+                self._resolve(cast("Mapping[str, Any]", named_tool))
             else:
-                self.tools.append(_tool(each))
+                self.tools.append(_tool(named_tool))
 
     @property
     def box(self) -> Sandbox:
@@ -100,80 +100,82 @@ class Plugged:
         file that is not there, or that cannot be read as one, is not carried. Raises SandboxError."""
         if self._boxes is None:
             raise SandboxError("no episode has a box now")
-        box = await self._boxes.create(self._spec)
+        fresh_box = await self._boxes.create(self._spec)
         try:
-            for path in carry:
+            for carried_path in carry:
                 # What the policy did not write, or wrote as a folder, is missing in the fresh box too, and the grader's
                 # own test says so. Raised here it would be a failure of ours for a fault of the policy's (law 3).
                 with suppress(SandboxPathError):
-                    await box.write(path, await self._box.read(path))
-            yield box
+                    await fresh_box.write(carried_path, await self._box.read(carried_path))
+            yield fresh_box
         finally:
             # A grader that ran out of time is cancelled in here, and the box of a cancelled grader must go too (law 4).
             with trio.CancelScope(shield=True):
-                await box.close()
+                await fresh_box.close()
 
     async def open(self) -> list[Tool]:
         """Begin an episode: the tools that its servers offer. `aclose` is due after it, also if it fails."""
         if self._needs_box and self._own is None:
-            boxes = shared(self._backend, ready=self._ready)
-            await boxes.enter()
-            self._boxes = boxes
-            self._box.box = await boxes.create(self._spec)
-        offered: list[Tool] = []
-        for make in self._servers:
-            server = make()
-            self._opened.append(server)
-            offered.extend(await server.open())
-        return offered
+            shared_boxes = shared(self._backend, ready=self._ready)
+            await shared_boxes.enter()
+            self._boxes = shared_boxes
+            self._box.box = await shared_boxes.create(self._spec)
+        offered_tools: list[Tool] = []
+        for make_server in self._servers:
+            tool_server = make_server()
+            self._opened.append(tool_server)
+            offered_tools.extend(await tool_server.open())
+        return offered_tools
 
     async def aclose(self) -> None:
         """End the episode's sessions and servers, then its box. Idempotent."""
-        opened, self._opened = self._opened, []
-        boxes, self._boxes = self._boxes, None
+        opened_servers, self._opened = self._opened, []
+        shared_boxes, self._boxes = self._boxes, None
         async with AsyncExitStack() as last_first:
-            if boxes is not None:
+            if shared_boxes is not None:
                 # A stack, because each close may fail and the rest must be closed all the same. The servers go first,
                 # as they speak to processes in the box; then the box; then its backend, which removes what is left.
-                last_first.push_async_callback(boxes.leave)
+                last_first.push_async_callback(shared_boxes.leave)
             last_first.push_async_callback(self._box.close)
-            for each in [*self.tools, *opened]:
-                if (close := getattr(each, "aclose", None)) is not None:
-                    last_first.push_async_callback(close)
+            for tool_or_server in [*self.tools, *opened_servers]:
+                if (close_it := getattr(tool_or_server, "aclose", None)) is not None:
+                    last_first.push_async_callback(close_it)
 
     def _resolve(self, table: Mapping[str, Any]) -> None:
         settings = dict(table)
-        id = settings.pop("id", None)
-        if not isinstance(id, str):
+        tool_id = settings.pop("id", None)
+        if not isinstance(tool_id, str):
             raise ConfigError("tools", dict(table), "give the id of a tool, or a table with one: { id = ... }")
-        target = registry.resolve("tools", id)
-        own_name = inspect.isclass(target) and "name" in inspect.signature(target).parameters
-        name = _name_of(id, settings.pop("name")) if "name" in settings and not own_name else None
-        if not inspect.isclass(target):
+        tool_target = registry.resolve("tools", tool_id)
+        own_name = inspect.isclass(tool_target) and "name" in inspect.signature(tool_target).parameters
+        new_name = _name_of(tool_id, settings.pop("name")) if "name" in settings and not own_name else None
+        if not inspect.isclass(tool_target):
             if settings:
-                raise ConfigError(f"tools.{id}", settings, "it is no class and takes no settings but a name")
-            self.tools.append(_named(_tool(target), name))
+                raise ConfigError(f"tools.{tool_id}", settings, "it is no class and takes no settings but a name")
+            self.tools.append(_named(_tool(tool_target), new_name))
             return
-        signature = inspect.signature(target)
-        boxed = settings.pop("sandbox", False)
+        signature = inspect.signature(tool_target)
+        wants_box = settings.pop("sandbox", False)
         parameter = signature.parameters.get("sandbox")
         # A tool that can do without a box gets none unless its table asks: a box costs a process and a file system for
         # each episode, and an unread default must not multiply that by the number of episodes.
-        if parameter is not None and (boxed is True or parameter.default is parameter.empty):
+        if parameter is not None and (wants_box is True or parameter.default is parameter.empty):
             self._needs_box = True
             settings["sandbox"] = self._own or self._box
-        elif boxed is not False:
-            raise ConfigError(f"tools.{id}.sandbox", boxed, "give true to have it in the box, if it can be there")
+        elif wants_box is not False:
+            raise ConfigError(
+                f"tools.{tool_id}.sandbox", wants_box, "give true to have it in the box, if it can be there"
+            )
         try:
             signature.bind(**settings)
-        except TypeError as error:
-            raise ConfigError(f"tools.{id}", sorted(settings), str(error)) from error
-        if hasattr(target, "open"):
-            if name is not None:
-                raise ConfigError(f"tools.{id}.name", name, "its tools name themselves: leave it out")
-            self._servers.append(functools.partial(cast("Callable[..., ToolServer]", target), **settings))
+        except TypeError as bind_error:
+            raise ConfigError(f"tools.{tool_id}", sorted(settings), str(bind_error)) from bind_error
+        if hasattr(tool_target, "open"):
+            if new_name is not None:
+                raise ConfigError(f"tools.{tool_id}.name", new_name, "its tools name themselves: leave it out")
+            self._servers.append(functools.partial(cast("Callable[..., ToolServer]", tool_target), **settings))
         else:
-            self.tools.append(_named(_tool(target(**settings)), name))
+            self.tools.append(_named(_tool(tool_target(**settings)), new_name))
 
 
 class _Renamed:
@@ -212,25 +214,26 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
     """Backend, boxes made ahead, and what kind of box. Raises ConfigError."""
     if not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("box", settings, "give a table, such as { sandbox = 'docker' }")
-    rest = dict(settings)
-    backend, ready, image = rest.pop("sandbox", default_sandbox()), rest.pop("ready", 0), rest.pop("image", None)
-    if not isinstance(backend, str):
-        raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
-    if image is not None and (not isinstance(image, str) or not image):
-        raise ConfigError("box.image", image, "give the name of an image of the backend's, or leave it out")
-    if isinstance(ready, bool) or not isinstance(ready, int) or ready < 0:
-        raise ConfigError("box.ready", ready, "give how many boxes are made ahead, 0 for none")
-    check_limits(rest, "box")
-    return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
+    limit_settings = dict(settings)
+    backend_id, ready_count = limit_settings.pop("sandbox", default_sandbox()), limit_settings.pop("ready", 0)
+    image_name = limit_settings.pop("image", None)
+    if not isinstance(backend_id, str):
+        raise ConfigError("box.sandbox", backend_id, "give the id of a sandbox backend")
+    if image_name is not None and (not isinstance(image_name, str) or not image_name):
+        raise ConfigError("box.image", image_name, "give the name of an image of the backend's, or leave it out")
+    if isinstance(ready_count, bool) or not isinstance(ready_count, int) or ready_count < 0:
+        raise ConfigError("box.ready", ready_count, "give how many boxes are made ahead, 0 for none")
+    check_limits(limit_settings, "box")
+    return backend_id, ready_count, SandboxSpec(image=image_name, limits=Limits(**limit_settings))
 
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
     """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown one, and as `Limits` does."""
-    names = [each.name for each in fields(Limits)]
-    for name, value in settings.items():
-        if name not in names:
-            raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(names)})")
+    limit_names = [limit_field.name for limit_field in fields(Limits)]
+    for limit_name, limit_value in settings.items():
+        if limit_name not in limit_names:
+            raise ConfigError(f"{field}.{limit_name}", limit_value, f"give fields of Limits ({', '.join(limit_names)})")
     try:
         Limits(**settings)
-    except ConfigError as error:
-        raise ConfigError(f"{field}.{error.field}", error.value, error.hint) from None
+    except ConfigError as limit_error:
+        raise ConfigError(f"{field}.{limit_error.field}", limit_error.value, limit_error.hint) from None

@@ -63,43 +63,45 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
     surrogates, nesting deeper than `MAX_DEPTH`."""
     if text[at : at + 1] not in _BEGINS:  # cheaper than the decoder's error, which counts the lines before it
         raise StructuralParseError("the tool call is not valid JSON: Expecting value at character 0")
-    end = len(text)
+    value_end = len(text)
     try:
-        value, end = _DECODER.raw_decode(text, at)
-        check_plain(value, MAX_DEPTH)
-        return value, end
-    except StructuralParseError as error:
-        broken = error
-    except json.JSONDecodeError as error:
-        end = error.pos
-        broken = StructuralParseError(f"the tool call is not valid JSON: {error.msg} at character {end - at}")
+        json_value, value_end = _DECODER.raw_decode(text, at)
+        check_plain(json_value, MAX_DEPTH)
+        return json_value, value_end
+    except StructuralParseError as decode_error:
+        structural_error = decode_error
+    except json.JSONDecodeError as decode_error:
+        value_end = decode_error.pos
+        structural_error = StructuralParseError(
+            f"the tool call is not valid JSON: {decode_error.msg} at character {value_end - at}"
+        )
     # Both can be written by a policy: integers of more digits than Python converts, and brackets nested deeper than its
     # stack.
-    except (ValueError, RecursionError) as error:
-        broken = StructuralParseError(f"the tool call is not valid JSON: {error}")
+    except (ValueError, RecursionError) as decode_error:
+        structural_error = StructuralParseError(f"the tool call is not valid JSON: {decode_error}")
     # How far the decoder came, for readers that try at many places: they bound the sum, else a text of a thousand
     # opening brackets is read a thousand times to its end.
-    broken.read = end - at
-    raise broken from None
+    structural_error.read = value_end - at
+    raise structural_error from None
 
 
 def call_of(value: Any, raw: str, *, key: str = "arguments") -> ToolCall | Malformed:
     """A decoded JSON value as a call: an object with a `name` and, under `key`, an object (or its JSON text)."""
     if not isinstance(value, dict):
         return Malformed(ContentParseError(f"a tool call is a JSON object, not {_kind(value)}"), raw)
-    fields = cast("dict[str, Any]", value)
-    name = fields.get("name")
-    if not isinstance(name, str) or not name:
+    call_fields = cast("dict[str, Any]", value)
+    tool_name = call_fields.get("name")
+    if not isinstance(tool_name, str) or not tool_name:
         return Malformed(ContentParseError('the tool call has no "name"'), raw)
-    arguments = fields.get(key, {})
+    arguments = call_fields.get(key, {})
     # OpenAI's API carries arguments as a text of JSON, and some models write their calls like that. Decoded once and
     # not again: a text within the text is the tool's business.
     if isinstance(arguments, str):
         try:
             arguments = decode_whole(arguments)
-        except StructuralParseError as error:
-            return Malformed(error, raw, name)
-    return named_call(name, arguments, raw, key=key)
+        except StructuralParseError as json_error:
+            return Malformed(json_error, raw, tool_name)
+    return named_call(tool_name, arguments, raw, key=key)
 
 
 def named_call(name: str, arguments: Any, raw: str, *, key: str = "arguments") -> ToolCall | Malformed:
@@ -113,10 +115,10 @@ def named_call(name: str, arguments: Any, raw: str, *, key: str = "arguments") -
 
 def decode_whole(text: str) -> Any:
     """The one JSON value that `text` holds. Raises StructuralParseError as `decode_json` does."""
-    value, end = decode_json(text, skip_space(text, 0))
-    if text[end:].strip():
+    json_value, value_end = decode_json(text, skip_space(text, 0))
+    if text[value_end:].strip():
         raise StructuralParseError("more than one JSON value where one belongs")
-    return value
+    return json_value
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -124,10 +126,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _finite(number: str) -> float:
-    value = float(number)
-    if math.isinf(value):
+    float_value = float(number)
+    if math.isinf(float_value):
         raise ValueError(f"{number[:20]} is out of range")
-    return value
+    return float_value
 
 
 _ID: Final = re.compile(r"[\w.:-]{1,64}")
@@ -145,12 +147,12 @@ def check_plain(value: Any, depth: int, what: str = "the tool call") -> None:
     if isinstance(value, str) and not is_unicode(value):
         raise StructuralParseError(f"{what} holds a lone surrogate, which is no character")
     if isinstance(value, dict):
-        for key, inner in cast("dict[str, Any]", value).items():
-            check_plain(key, depth, what)
-            check_plain(inner, depth - 1, what)
+        for member_key, inner_value in cast("dict[str, Any]", value).items():
+            check_plain(member_key, depth, what)
+            check_plain(inner_value, depth - 1, what)
     elif isinstance(value, list):
-        for inner in cast("list[Any]", value):
-            check_plain(inner, depth - 1, what)
+        for inner_value in cast("list[Any]", value):
+            check_plain(inner_value, depth - 1, what)
 
 
 def dump(value: Any) -> str:
@@ -166,11 +168,11 @@ def skip_space(text: str, position: int) -> int:
 
 
 def _kind(value: Any) -> str:
-    names: dict[Any, str] = {
+    kind_names: dict[Any, str] = {
         dict: "an object",
         list: "a list",
         str: "a text",
         bool: "a truth value",
         type(None): "null",
     }
-    return names.get(type(value), "a number")
+    return kind_names.get(type(value), "a number")

@@ -42,8 +42,8 @@ def _unique_items(validator: Any, keyword_value: Any, value: Any, schema: Any) -
     """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
     compares each with each if they cannot be sorted."""
     if keyword_value and isinstance(value, list):
-        items = cast("list[Any]", value)
-        if len({json.dumps(_comparable(item), sort_keys=True) for item in items}) < len(items):
+        list_items = cast("list[Any]", value)
+        if len({json.dumps(_comparable(item), sort_keys=True) for item in list_items}) < len(list_items):
             yield jsonschema.ValidationError(f"its items must differ: {value!r}")
 
 
@@ -52,8 +52,10 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {key: _comparable(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    return [_comparable(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+        return {
+            member_key: _comparable(inner_value) for member_key, inner_value in cast("dict[str, Any]", value).items()
+        }
+    return [_comparable(inner_value) for inner_value in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
@@ -70,8 +72,8 @@ def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]
     original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
     def check(validator: Any, keyword_value: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-        if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
-            yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
+        if isinstance(value, dict | list) and (inner_count := len(cast("list[Any]", value))) > _MANY:
+            yield jsonschema.ValidationError(f"{inner_count} are too many: give at most {_MANY}")
         else:
             yield from original(validator, keyword_value, value, schema)
 
@@ -110,13 +112,13 @@ def target_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    place: Any = root
-    for part in reference.removeprefix("#").removeprefix("/").split("/") if reference not in ("#", "#/") else ():
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(place, Mapping) or name not in place:
+    schema_part: Any = root
+    for path_part in reference.removeprefix("#").removeprefix("/").split("/") if reference not in ("#", "#/") else ():
+        member_name = path_part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(schema_part, Mapping) or member_name not in schema_part:
             return None
-        place = cast("Mapping[str, Any]", place)[name]
-    return place
+        schema_part = cast("Mapping[str, Any]", schema_part)[member_name]
+    return schema_part
 
 
 def type_of(value: Any) -> str:
@@ -125,8 +127,8 @@ def type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
-    names: dict[Any, str] = {int: "integer", str: "string", type(None): "null", dict: "object"}
-    return names.get(type(value), "array")
+    type_names: dict[Any, str] = {int: "integer", str: "string", type(None): "null", dict: "object"}
+    return type_names.get(type(value), "array")
 
 
 def types_of(schema: Any, root: Mapping[str, Any], followed: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
@@ -134,36 +136,36 @@ def types_of(schema: Any, root: Mapping[str, Any], followed: dict[str, frozenset
     `followed` the types of references that were followed."""
     if not isinstance(schema, Mapping):
         return frozenset() if schema is False else ANY
-    fields, followed = cast("Mapping[str, Any]", schema), {} if followed is None else followed
-    allowed = ANY
-    declared = fields.get("type")
+    schema_fields, followed = cast("Mapping[str, Any]", schema), {} if followed is None else followed
+    allowed_types = ANY
+    declared = schema_fields.get("type")
     if isinstance(declared, str | list):
-        names = {
-            name
-            for name in cast("list[Any]", declared if isinstance(declared, list) else [declared])
-            if isinstance(name, str) and name in ANY
+        known_types = {
+            type_name
+            for type_name in cast("list[Any]", declared if isinstance(declared, list) else [declared])
+            if isinstance(type_name, str) and type_name in ANY
         }
-        allowed &= (names | {"integer"} if "number" in names else names) or ANY
-    if isinstance(choices := fields.get("enum"), list):
-        allowed &= {type_of(choice) for choice in cast("list[Any]", choices)}
-    if "const" in fields:
-        allowed &= {type_of(fields["const"])}
-    reference = str(fields.get("$ref"))
-    if (target := target_of(fields, root)) is not None:
+        allowed_types &= (known_types | {"integer"} if "number" in known_types else known_types) or ANY
+    if isinstance(enum_values := schema_fields.get("enum"), list):
+        allowed_types &= {type_of(enum_value) for enum_value in cast("list[Any]", enum_values)}
+    if "const" in schema_fields:
+        allowed_types &= {type_of(schema_fields["const"])}
+    reference = str(schema_fields.get("$ref"))
+    if (target_schema := target_of(schema_fields, root)) is not None:
         if reference not in followed:
             # A tree's node refers to the node. Without an answer in the meantime this walks for ever, and "anything" is
             # the only one that excludes no value.
             followed[reference] = ANY  # of a schema within itself, while it is read
-            followed[reference] = types_of(target, root, followed)
-        allowed &= followed[reference]
+            followed[reference] = types_of(target_schema, root, followed)
+        allowed_types &= followed[reference]
     for keyword in ("anyOf", "oneOf"):
-        if isinstance(branches := fields.get(keyword), list) and branches:
-            of_branches = (types_of(branch, root, followed) for branch in cast("list[Any]", branches))
-            allowed &= frozenset[str]().union(*of_branches)
-    if isinstance(parts := fields.get("allOf"), list):
-        for part in cast("list[Any]", parts):
-            allowed &= types_of(part, root, followed)
-    return allowed | {"null"} if fields.get("nullable") is True else allowed
+        if isinstance(branches := schema_fields.get(keyword), list) and branches:
+            of_branches = (types_of(branch_schema, root, followed) for branch_schema in cast("list[Any]", branches))
+            allowed_types &= frozenset[str]().union(*of_branches)
+    if isinstance(part_schemas := schema_fields.get("allOf"), list):
+        for part_schema in cast("list[Any]", part_schemas):
+            allowed_types &= types_of(part_schema, root, followed)
+    return allowed_types | {"null"} if schema_fields.get("nullable") is True else allowed_types
 
 
 def without_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,13 +175,15 @@ def without_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if '"$ref"' not in json.dumps(schema):
         return schema
     inlining = _Inlining(schema)
-    inlined = inlining.of(schema, ())
+    inlined_schema = inlining.of(schema, ())
     # References multiply: twenty definitions, each of which names the next one twice, are a million objects once they
     # are inlined, and such a schema may come from a server that nobody here wrote.
     if inlining.left < 0:
         return schema
     definitions = () if inlining.keeps_references else ("$defs", "definitions")
-    return {key: value for key, value in inlined.items() if key not in definitions}
+    return {
+        schema_key: schema_value for schema_key, schema_value in inlined_schema.items() if schema_key not in definitions
+    }
 
 
 def shown_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
@@ -201,25 +205,30 @@ class _Inlining:
             return cast("Any", value)
         self.left -= 1
         if isinstance(value, list):
-            return [self.of(item, followed) for item in cast("list[Any]", value)]
-        fields, resolved = cast("Mapping[str, Any]", value), dict[str, Any]()
-        if "$ref" in fields:
-            reference, target = str(fields["$ref"]), target_of(fields, self._root)
-            if isinstance(target, Mapping) and reference not in followed:
-                resolved = self.of(target, (*followed, reference))
-                fields = {key: inner for key, inner in fields.items() if key != "$ref"}
+            return [self.of(list_item, followed) for list_item in cast("list[Any]", value)]
+        schema_fields, resolved = cast("Mapping[str, Any]", value), dict[str, Any]()
+        if "$ref" in schema_fields:
+            reference, target_schema = str(schema_fields["$ref"]), target_of(schema_fields, self._root)
+            if isinstance(target_schema, Mapping) and reference not in followed:
+                resolved = self.of(target_schema, (*followed, reference))
+                schema_fields = {
+                    schema_key: inner_schema
+                    for schema_key, inner_schema in schema_fields.items()
+                    if schema_key != "$ref"
+                }
             else:
                 self.keeps_references = True
         return resolved | {
-            key: inner if key in ("$defs", "definitions") else self.of(inner, followed) for key, inner in fields.items()
+            schema_key: inner_schema if schema_key in ("$defs", "definitions") else self.of(inner_schema, followed)
+            for schema_key, inner_schema in schema_fields.items()
         }
 
 
 def schemas_of_item(schema: Mapping[str, Any], at: int) -> Iterator[Any]:
     """Yield the schema of the item at a place of a list, if there is one."""
-    prefix = schema.get("prefixItems")
-    if isinstance(prefix, list) and at < len(cast("list[Any]", prefix)):
-        yield prefix[at]
+    prefix_schemas = schema.get("prefixItems")
+    if isinstance(prefix_schemas, list) and at < len(cast("list[Any]", prefix_schemas)):
+        yield prefix_schemas[at]
     elif "items" in schema:
         yield schema["items"]
 
@@ -261,30 +270,32 @@ class ParameterReader:
 
     def read(self, key: str, text: str) -> Json:
         """The value that a text stands for."""
-        types = self._types_of(key)
-        if types == _TEXT:
+        value_types = self._types_of(key)
+        if value_types == _TEXT:
             return text
         stripped = text.strip()
-        if "string" not in types and stripped in _PYTHON and type_of(_PYTHON[stripped]) in types:
+        if "string" not in value_types and stripped in _PYTHON and type_of(_PYTHON[stripped]) in value_types:
             return _PYTHON[stripped]  # some chat templates write Python's words
         try:
-            value = decode_whole(stripped)
+            json_value = decode_whole(stripped)
         except StructuralParseError:
             return text
-        if isinstance(value, str):
-            return value if "string" in types and self.read(key, value) != value else text
-        if "string" not in types:
-            return value
-        fits = type_of(value) in types and (self._takes(key, value) or not self._takes(key, text))
-        return value if fits else text
+        if isinstance(json_value, str):
+            return json_value if "string" in value_types and self.read(key, json_value) != json_value else text
+        if "string" not in value_types:
+            return json_value
+        fits_schema = type_of(json_value) in value_types and (
+            self._takes(key, json_value) or not self._takes(key, text)
+        )
+        return json_value if fits_schema else text
 
     def spell(self, key: str, value: Json) -> Json:
         """A value as the dialect has to write it, so that `read` gives it back: a text that would be read as something
         else becomes its JSON string."""
         if not isinstance(value, str) or self.read(key, value) == value:
             return value
-        quoted = dump(value)
-        return quoted if self.read(key, quoted) == value else value
+        quoted_text = dump(value)
+        return quoted_text if self.read(key, quoted_text) == value else value
 
     def _schema_of(self, key: str) -> Any:
         return self._properties.get(key, self._root.get("additionalProperties", True))
@@ -312,21 +323,23 @@ def _reader(function: str) -> ParameterReader:
 def leads_nowhere(schema: Any, root: Mapping[str, Any]) -> str | None:
     """The first reference of a schema that names nothing in it, None if there is none. Anchors are not followed."""
     if isinstance(schema, list):
-        return next(filter(None, (leads_nowhere(item, root) for item in cast("list[Any]", schema))), None)
+        return next(filter(None, (leads_nowhere(list_item, root) for list_item in cast("list[Any]", schema))), None)
     if not isinstance(schema, Mapping):
         return None
-    fields = cast("Mapping[str, Any]", schema)
-    reference = fields.get("$ref")
+    schema_fields = cast("Mapping[str, Any]", schema)
+    reference = schema_fields.get("$ref")
     is_anchor = isinstance(reference, str) and reference.startswith("#") and not reference.startswith("#/")
-    if isinstance(reference, str) and not is_anchor and target_of(fields, root) is None and "$id" not in root:
+    if isinstance(reference, str) and not is_anchor and target_of(schema_fields, root) is None and "$id" not in root:
         return reference
-    return next(filter(None, (leads_nowhere(inner, root) for inner in fields.values())), None)
+    return next(filter(None, (leads_nowhere(inner_schema, root) for inner_schema in schema_fields.values())), None)
 
 
 def reader_of(name: str, schemas: Sequence[Any]) -> ParameterReader:
     """The reader of a tool among `schemas`; for an unknown tool one that takes every value."""
-    for schema in schemas:
-        function: Any = function_schema(cast("Mapping[str, Any]", schema)) if isinstance(schema, Mapping) else None
+    for tool_schema in schemas:
+        function: Any = (
+            function_schema(cast("Mapping[str, Any]", tool_schema)) if isinstance(tool_schema, Mapping) else None
+        )
         if isinstance(function, Mapping) and cast("Mapping[str, Any]", function).get("name") == name:
             return _reader(json.dumps(function, sort_keys=True, default=str))
     return _reader("{}")

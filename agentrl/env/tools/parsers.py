@@ -37,35 +37,37 @@ class Hermes(ToolFormat):
         return "\n".join(f"{self._open}\n{object_of(call, 'arguments')}\n{self._close}" for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        while (begin := text.find(self._open, start)) >= 0:
-            span = self._span(text, begin)
-            yield span
-            start = span.end
+        while (call_begin := text.find(self._open, start)) >= 0:
+            call_span = self._span(text, call_begin)
+            yield call_span
+            start = call_span.end
 
     def _span(self, text: str, begin: int) -> Span:
-        inner = skip_space(text, begin + len(self._open))
+        json_begin = skip_space(text, begin + len(self._open))
         try:
-            value, after = decode_json(text, inner)
-        except StructuralParseError as error:
-            return self._resync(text, begin, error)
-        raw, after = text[inner:after], skip_space(text, after)
-        if text.startswith(self._close, after):
-            return Span(begin, after + len(self._close), call_of(value, raw))
-        problem = "is not closed" if after == len(text) else "holds more than one JSON object"
-        hint = f"the tool call {problem}: write {self._open}, one JSON object, {self._close}"
-        return self._resync(text, begin, StructuralParseError(hint))
+            json_value, json_end = decode_json(text, json_begin)
+        except StructuralParseError as json_error:
+            return self._resync(text, begin, json_error)
+        raw_json, json_end = text[json_begin:json_end], skip_space(text, json_end)
+        if text.startswith(self._close, json_end):
+            return Span(begin, json_end + len(self._close), call_of(json_value, raw_json))
+        problem = "is not closed" if json_end == len(text) else "holds more than one JSON object"
+        correction = f"the tool call {problem}: write {self._open}, one JSON object, {self._close}"
+        return self._resync(text, begin, StructuralParseError(correction))
 
     def _resync(self, text: str, begin: int, error: ParseError) -> Span:
         """A broken call ends after its closing tag, or before the next opening one."""
-        inner = begin + len(self._open)
+        content_begin = begin + len(self._open)
         # The next opening tag bounds the damage. A search for the closing tag alone would find the one of the next
         # call, and a well-formed call would vanish into the text of the broken one before it.
-        reopen = text.find(self._open, inner)
-        end = reopen if reopen >= 0 else len(text)
-        close = text.find(self._close, inner, end)
-        if close >= 0:
-            return Span(begin, close + len(self._close), Malformed(error, text[inner:close].strip()))
-        return Span(begin, end, Malformed(error, text[inner:end].strip()))
+        next_opening = text.find(self._open, content_begin)
+        search_end = next_opening if next_opening >= 0 else len(text)
+        closing_tag = text.find(self._close, content_begin, search_end)
+        if closing_tag >= 0:
+            return Span(
+                begin, closing_tag + len(self._close), Malformed(error, text[content_begin:closing_tag].strip())
+            )
+        return Span(begin, search_end, Malformed(error, text[content_begin:search_end].strip()))
 
 
 class Llama(ToolFormat):
@@ -81,21 +83,21 @@ class Llama(ToolFormat):
         return "; ".join(object_of(call, "parameters") for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        begin = skip_space(text, start)
-        lead = self._lead.match(text, begin)
-        position = lead.end() if lead else begin
+        call_begin = skip_space(text, start)
+        lead_match = self._lead.match(text, call_begin)
+        position = lead_match.end() if lead_match else call_begin
         if not text.startswith("{", position):
-            begin = text.find(self._tag, start)
-            if begin < 0:
+            call_begin = text.find(self._tag, start)
+            if call_begin < 0:
                 return
-            position = skip_space(text, begin + len(self._tag))
+            position = skip_space(text, call_begin + len(self._tag))
         while True:
             # After a broken call the next one is looked for behind a semicolon and in front of a brace: a semicolon
             # alone is also within strings of code.
-            call, end = call_at(text, position, re.compile(r";\s*(?=\{)"))
-            yield Span(begin, end, call)
-            begin = end
-            separator = re.compile(r"\s*+(?:;\s*+(?=\{)|(?=\{\"name\"))").match(text, end)  # Llama 4 writes none
+            read_call, call_end = call_at(text, position, re.compile(r";\s*(?=\{)"))
+            yield Span(call_begin, call_end, read_call)
+            call_begin = call_end
+            separator = re.compile(r"\s*+(?:;\s*+(?=\{)|(?=\{\"name\"))").match(text, call_end)  # Llama 4 writes none
             if separator is None:
                 return
             position = separator.end()
@@ -114,31 +116,31 @@ class Mistral(ToolFormat):
         return self._tag + "[" + ", ".join(object_of(call, "arguments") for call in calls) + "]"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        while (begin := text.find(self._tag, start)) >= 0:
-            position = skip_space(text, begin + len(self._tag))
+        while (tag_begin := text.find(self._tag, start)) >= 0:
+            position = skip_space(text, tag_begin + len(self._tag))
             if text.startswith("[", position):
-                last = begin
-                for last_end, call in self._list(text, position):
-                    yield Span(last, last_end, call)
-                    last = last_end
-                start = last
+                span_begin = tag_begin
+                for last_end, read_call in self._list(text, position):
+                    yield Span(span_begin, last_end, read_call)
+                    span_begin = last_end
+                start = span_begin
             else:
-                span = self._one(text, begin, position)
-                yield span
-                start = span.end
+                call_span = self._one(text, tag_begin, position)
+                yield call_span
+                start = call_span.end
 
     def _one(self, text: str, begin: int, at: int) -> Span:
-        stop = re.compile(re.escape(self._tag))
-        head = self._named.match(text, at)
-        if head is None:
-            call, end = call_at(text, at, stop)
-            return Span(begin, end, call)
+        stop_pattern = re.compile(re.escape(self._tag))
+        head_match = self._named.match(text, at)
+        if head_match is None:
+            read_call, call_end = call_at(text, at, stop_pattern)
+            return Span(begin, call_end, read_call)
         try:
-            value, end = decode_json(text, head.end())
-        except StructuralParseError as error:
-            end = next_match(text, head.end(), stop)
-            return Span(begin, end, Malformed(error, text[at:end].strip(), head[1]))
-        return Span(begin, end, named_call(head[1], value, text[at:end]))
+            json_value, call_end = decode_json(text, head_match.end())
+        except StructuralParseError as json_error:
+            call_end = next_match(text, head_match.end(), stop_pattern)
+            return Span(begin, call_end, Malformed(json_error, text[at:call_end].strip(), head_match[1]))
+        return Span(begin, call_end, named_call(head_match[1], json_value, text[at:call_end]))
 
     def _list(self, text: str, position: int) -> Iterator[tuple[int, ToolCall | Malformed]]:
         """The elements of a list, one by one: what is broken must not take its siblings with it."""
@@ -146,19 +148,19 @@ class Mistral(ToolFormat):
         if text.startswith("]", position):
             yield position + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
         while not text.startswith("]", position):
-            call, end = call_at(text, position, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
-            after = skip_space(text, end)
-            if text.startswith("]", after):
-                yield after + 1, call
+            read_call, call_end = call_at(text, position, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
+            next_place = skip_space(text, call_end)
+            if text.startswith("]", next_place):
+                yield next_place + 1, read_call
                 return
-            if not text.startswith(",", after):
-                yield end, call
-                if not isinstance(call, Malformed):
-                    error = StructuralParseError("the list of tool calls is not closed with ]")
-                    yield end, Malformed(error, text[end : end + 40])
+            if not text.startswith(",", next_place):
+                yield call_end, read_call
+                if not isinstance(read_call, Malformed):
+                    list_error = StructuralParseError("the list of tool calls is not closed with ]")
+                    yield call_end, Malformed(list_error, text[call_end : call_end + 40])
                 return
-            yield after + 1, call
-            position = skip_space(text, after + 1)
+            yield next_place + 1, read_call
+            position = skip_space(text, next_place + 1)
 
 
 class Harmony(ToolFormat):
@@ -174,47 +176,53 @@ class Harmony(ToolFormat):
     _frame: Final = re.compile(r"<\|start\|>assistant|<\|channel\|>\w*+[^<]*+<\|message\|>|<\|(?:end|return)\|>")
 
     def write(self, *calls: ToolCall) -> str:
-        heads = (f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{self._message}" for call in calls)
-        bodies = (f"{dump(dict(call.arguments))}<|call|>" for call in calls)
-        return f"{self._start}assistant".join(head + body for head, body in zip(heads, bodies, strict=True))
+        call_heads = (
+            f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{self._message}" for call in calls
+        )
+        call_bodies = (f"{dump(dict(call.arguments))}<|call|>" for call in calls)
+        return f"{self._start}assistant".join(
+            call_head + call_body for call_head, call_body in zip(call_heads, call_bodies, strict=True)
+        )
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         # From the mark of the body backwards to the head, not from the head on: the head is free text in which the
         # order of recipient and channel varies, and the recipient is searched within these bounds only.
-        while (message := text.find(self._message, start)) >= 0:
-            begin = max(start, text.rfind(self._start, start, message))
-            recipient = self._recipient.search(text, begin, message)
-            start = message + len(self._message)
+        while (message_tag := text.find(self._message, start)) >= 0:
+            call_begin = max(start, text.rfind(self._start, start, message_tag))
+            recipient = self._recipient.search(text, call_begin, message_tag)
+            start = message_tag + len(self._message)
             if recipient is None:
                 start = next_match(text, start, self._end)
                 continue
-            name = recipient[1].removeprefix("functions.")
+            tool_name = recipient[1].removeprefix("functions.")
             position = skip_space(text, start)
             try:
-                value, end = decode_json(text, position)
-                call = named_call(name, value, text[position:end])
-            except StructuralParseError as error:
-                end = next_match(text, position, self._end)
-                call = Malformed(error, text[position:end].strip(), name)
-            closed = re.compile(r"\s*<\|(?:call|end|return)\|>").match(text, end)
-            start = closed.end() if closed else end
-            if not isinstance(call, Malformed) and not closed and self._more.search(text, end):
-                start = next_match(text, end, self._end)
-                error = StructuralParseError("the tool call holds more than one JSON object")
-                call = Malformed(error, text[position:start], name)
-            yield Span(begin, start, call)
+                json_value, call_end = decode_json(text, position)
+                read_call = named_call(tool_name, json_value, text[position:call_end])
+            except StructuralParseError as call_error:
+                call_end = next_match(text, position, self._end)
+                read_call = Malformed(call_error, text[position:call_end].strip(), tool_name)
+            closing_tag = re.compile(r"\s*<\|(?:call|end|return)\|>").match(text, call_end)
+            start = closing_tag.end() if closing_tag else call_end
+            if not isinstance(read_call, Malformed) and not closing_tag and self._more.search(text, call_end):
+                start = next_match(text, call_end, self._end)
+                call_error = StructuralParseError("the tool call holds more than one JSON object")
+                read_call = Malformed(call_error, text[position:start], tool_name)
+            yield Span(call_begin, start, read_call)
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
         """Thoughts are a channel of their own, before, between and after the words."""
-        parsed, thoughts, words, position = super().parse(text, schemas), list[str](), list[str](), 0
-        for head in self._analysis.finditer(parsed.text):
-            if head.start() >= position:
-                end = next_match(parsed.text, head.end(), self._end)
-                words.append(parsed.text[position : head.start()])
-                thoughts.append(parsed.text[head.end() : end])
-                position = end
+        parsed_turn, thoughts, word_parts, position = super().parse(text, schemas), list[str](), list[str](), 0
+        for thought_head in self._analysis.finditer(parsed_turn.text):
+            if thought_head.start() >= position:
+                thought_end = next_match(parsed_turn.text, thought_head.end(), self._end)
+                word_parts.append(parsed_turn.text[position : thought_head.start()])
+                thoughts.append(parsed_turn.text[thought_head.end() : thought_end])
+                position = thought_end
         return replace(
-            parsed, text=self._frame.sub("", "".join([*words, parsed.text[position:]])), thoughts="\n".join(thoughts)
+            parsed_turn,
+            text=self._frame.sub("", "".join([*word_parts, parsed_turn.text[position:]])),
+            thoughts="\n".join(thoughts),
         )
 
     def _thoughts(self, text: str) -> tuple[int, str]:
@@ -234,31 +242,31 @@ class PlainJson(ToolFormat):
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         # Characters that may be read in vain; a line costs some, however early it breaks.
-        budget = MAX_BROKEN * len(text)
-        while (line := self._line.search(text, start)) is not None:
-            position = line.end()
+        read_budget = MAX_BROKEN * len(text)
+        while (line_match := self._line.search(text, start)) is not None:
+            position = line_match.end()
             try:
-                value, end = decode_json(text, position)
-            except StructuralParseError as error:
+                json_value, json_end = decode_json(text, position)
+            except StructuralParseError as json_error:
                 # Every line that begins with a brace may be a call, and each try may read to the end of the text, so
                 # 50,000 lines of `{` would cost the square of that. The budget makes the sum linear; when it is spent,
                 # the rest of the text counts as one broken call, which the model is told about.
-                budget -= error.read + len(text) // MAX_BROKEN
-                following = self._line.search(text, position + 1) if budget >= 0 else None
-                end = following.start() if following else len(text)
+                read_budget -= json_error.read + len(text) // MAX_BROKEN
+                following = self._line.search(text, position + 1) if read_budget >= 0 else None
+                json_end = following.start() if following else len(text)
                 # Prose and code begin lines with braces too. Only what looks like a call is answered with an error; the
                 # rest is text.
-                if re.search(r"\"name\"\s*:", text[position:end]):
-                    yield Span(line.start(), end, Malformed(error, text[position:end].strip()))
-                start = max(end, position + 1)
+                if re.search(r"\"name\"\s*:", text[position:json_end]):
+                    yield Span(line_match.start(), json_end, Malformed(json_error, text[position:json_end].strip()))
+                start = max(json_end, position + 1)
                 continue
-            start = end
-            items = cast("list[Any]", value if isinstance(value, list) else [value])
-            begin = line.start()
-            for item in items:
-                if isinstance(item, dict) and "name" in item:
-                    yield Span(begin, end, call_of(item, text[position:end]))
-                    begin = end
+            start = json_end
+            json_values = cast("list[Any]", json_value if isinstance(json_value, list) else [json_value])
+            call_begin = line_match.start()
+            for list_item in json_values:
+                if isinstance(list_item, dict) and "name" in list_item:
+                    yield Span(call_begin, json_end, call_of(list_item, text[position:json_end]))
+                    call_begin = json_end
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
         return (
@@ -281,30 +289,34 @@ class ReAct(ToolFormat):
         return "\n".join(f"Action: {call.name}\nAction Input: {dump(dict(call.arguments))}" for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        made_up = False
-        while (action := self._action.search(text, start)) is not None:
+        is_made_up = False
+        while (action_match := self._action.search(text, start)) is not None:
             # A model that goes on after its action invents the tool's answer and acts on it. Were those calls run, it
             # would be rewarded for plans that rest on results that no tool gave.
-            made_up = made_up or self._observed.search(text[start : action.start()]) is not None
-            name = action[1].strip()
-            call, end = self._call(text, action.end(), name)
-            if made_up:
-                error = ContentParseError("it follows an Observation that you wrote yourself: stop after Action Input")
-                call = Malformed(error, text[action.start() : end], name)
-            yield Span(action.start(), end, call)
-            start = max(end, action.end())
+            is_made_up = is_made_up or self._observed.search(text[start : action_match.start()]) is not None
+            tool_name = action_match[1].strip()
+            read_call, call_end = self._call(text, action_match.end(), tool_name)
+            if is_made_up:
+                made_up_error = ContentParseError(
+                    "it follows an Observation that you wrote yourself: stop after Action Input"
+                )
+                read_call = Malformed(made_up_error, text[action_match.start() : call_end], tool_name)
+            yield Span(action_match.start(), call_end, read_call)
+            start = max(call_end, action_match.end())
 
     def _call(self, text: str, at: int, name: str) -> tuple[ToolCall | Malformed, int]:
         input_match = self._input.match(text, at)
         if not name or input_match is None:
-            error = StructuralParseError("write Action: and the tool's name, then Action Input: and a JSON object")
-            return Malformed(error, text[at : at + 80].strip(), name), at
+            input_error = StructuralParseError(
+                "write Action: and the tool's name, then Action Input: and a JSON object"
+            )
+            return Malformed(input_error, text[at : at + 80].strip(), name), at
         try:
-            value, end = decode_json(text, input_match.end())
-        except StructuralParseError as error:
-            end = next_match(text, input_match.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
-            return Malformed(error, text[input_match.end() : end].strip(), name), end
-        return named_call(name, value, text[input_match.end() : end], key="Action Input"), end
+            json_value, json_end = decode_json(text, input_match.end())
+        except StructuralParseError as input_error:
+            json_end = next_match(text, input_match.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
+            return Malformed(input_error, text[input_match.end() : json_end].strip(), name), json_end
+        return named_call(name, json_value, text[input_match.end() : json_end], key="Action Input"), json_end
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
         return (
@@ -328,8 +340,8 @@ def get_format(name: str) -> ToolFormat:
     if name in FORMATS:
         return FORMATS[name]
     if name not in registry.ids("tool_formats") and ":" not in name:
-        names = [*FORMATS, *registry.ids("tool_formats")]
-        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(names)}")
+        format_names = [*FORMATS, *registry.ids("tool_formats")]
+        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(format_names)}")
     tool_format = registry.resolve("tool_formats", name)()
     if not isinstance(tool_format, ToolFormat):
         raise UsageError(f"tool format {name!r} makes a {type(tool_format).__name__}: give a class of ToolFormat")
@@ -339,11 +351,13 @@ def get_format(name: str) -> ToolFormat:
 def format_of(env: Any) -> ToolFormat:
     """The dialect that an environment speaks: its own, or that of the model's chat template, which its driver set.
     Raises UsageError if neither is known."""
-    name = getattr(env, "tool_format", None) or getattr(env, "template_format", DEFAULT)
-    if not name:
-        hint = f"give the environment a tool_format: {', '.join(FORMATS)}, or one of your own"
-        raise UsageError(f"the model's chat template writes tool calls in a dialect that is not known here: {hint}")
-    return get_format(name)
+    format_name = getattr(env, "tool_format", None) or getattr(env, "template_format", DEFAULT)
+    if not format_name:
+        correction = f"give the environment a tool_format: {', '.join(FORMATS)}, or one of your own"
+        raise UsageError(
+            f"the model's chat template writes tool calls in a dialect that is not known here: {correction}"
+        )
+    return get_format(format_name)
 
 
 def spoken_by(written: str, source: str, call: ToolCall, schema: Mapping[str, Json]) -> str | None:
@@ -351,13 +365,26 @@ def spoken_by(written: str, source: str, call: ToolCall, schema: Mapping[str, Js
     For a template that writes no calls, the one whose marks are in its source, else `json`. None if no dialect reads
     what it wrote."""
     if written:
-        forms = [*FORMATS.values(), *(get_format(name) for name in registry.ids("tool_formats"))]
+        tool_formats = [*FORMATS.values(), *(get_format(format_name) for format_name in registry.ids("tool_formats"))]
         # a template may open the next turn in any case, with a mark of thoughts
-        texts = {form.name: written.rpartition(form.thoughts[0][0])[0] for form in forms}
-        read = [(form, form.parse(text, [schema])) for form in forms for text in (written, texts[form.name])]
-        fitting = [(len(parsed.text), form.name) for form, parsed in read if parsed.calls == (call,)]
-        return min(fitting, key=lambda one: one[0])[1] if fitting else None  # its tags are part of no word
+        text_by_format = {
+            tool_format.name: written.rpartition(tool_format.thoughts[0][0])[0] for tool_format in tool_formats
+        }
+        parsed_by_format = [
+            (tool_format, tool_format.parse(shown_text, [schema]))
+            for tool_format in tool_formats
+            for shown_text in (written, text_by_format[tool_format.name])
+        ]
+        fitting_formats = [
+            (len(parsed_turn.text), tool_format.name)
+            for tool_format, parsed_turn in parsed_by_format
+            if parsed_turn.calls == (call,)
+        ]
+        # The shortest text that is left: the tags of the right dialect are part of no word.
+        return min(fitting_formats, key=lambda one: one[0])[1] if fitting_formats else None
     # The mark in the source is the weaker sign, and comes second: templates are copied from one another and keep marks
     # of dialects that they never write. What was written and can be read back leaves no doubt.
-    matching = (form.name for form in FORMATS.values() if any(marker in source for marker in form.markers))
+    matching = (
+        tool_format.name for tool_format in FORMATS.values() if any(marker in source for marker in tool_format.markers)
+    )
     return next(matching, FALLBACK)

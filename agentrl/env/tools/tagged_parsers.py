@@ -59,59 +59,66 @@ class JsonList(_Tagged):
         self._begin, self._end, self._keys = begin, end, keys
 
     def write(self, *calls: ToolCall) -> str:
-        name, arguments, id = self._keys
+        name_key, arguments, id_key = self._keys
         entries = [
-            ({id: call.id or str(number)} if id else {}) | {name: call.name, arguments: dict(call.arguments)}
-            for number, call in enumerate(calls)
+            ({id_key: call.id or str(call_index)} if id_key else {})
+            | {name_key: call.name, arguments: dict(call.arguments)}
+            for call_index, call in enumerate(calls)
         ]
         return f"{self._begin}{dump(entries)}{self._end}"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        while (begin := text.find(self._begin, start)) >= 0:
-            position, last, listed = skip_space(text, begin + len(self._begin)), begin, False
+        while (tag_begin := text.find(self._begin, start)) >= 0:
+            position, span_begin, is_list = skip_space(text, tag_begin + len(self._begin)), tag_begin, False
             if text.startswith("[", position):
-                position, listed = skip_space(text, position + 1), True
+                position, is_list = skip_space(text, position + 1), True
             while text.startswith("{", position):
                 try:
-                    value, end = decode_json(text, position)
-                except StructuralParseError as error:
-                    end = self._broken_end(text, position)
-                    yield Span(last, end, Malformed(error, text[position:end].strip()))
+                    json_value, json_end = decode_json(text, position)
+                except StructuralParseError as json_error:
+                    json_end = self._broken_end(text, position)
+                    yield Span(span_begin, json_end, Malformed(json_error, text[position:json_end].strip()))
                 else:
-                    yield Span(last, end, self._call(value, text[position:end]))
-                last, position = end, skip_space(text, end)
+                    yield Span(span_begin, json_end, self._call(json_value, text[position:json_end]))
+                span_begin, position = json_end, skip_space(text, json_end)
                 if text.startswith(",", position):
                     position = skip_space(text, position + 1)
-            position = skip_space(text, position + 1) if listed and text.startswith("]", position) else position
-            closed = self._end != "" and text.startswith(self._end, position)
-            start = position + len(self._end) if closed else position
+            position = skip_space(text, position + 1) if is_list and text.startswith("]", position) else position
+            is_closed = self._end != "" and text.startswith(self._end, position)
+            start = position + len(self._end) if is_closed else position
             # Once for the whole list, after the calls in it: those that were read well are run, and the model reads
             # what was wrong with the rest.
-            if last == begin or (self._end and not closed):
-                start = start if closed else self._broken_end(text, start)
-                hint = f"write {self._begin}[, JSON objects, ]{self._end}"
+            if span_begin == tag_begin or (self._end and not is_closed):
+                start = start if is_closed else self._broken_end(text, start)
+                correction = f"write {self._begin}[, JSON objects, ]{self._end}"
                 yield Span(
-                    last, start, Malformed(StructuralParseError(f"the tool calls are broken: {hint}"), text[last:start])
+                    span_begin,
+                    start,
+                    Malformed(StructuralParseError(f"the tool calls are broken: {correction}"), text[span_begin:start]),
                 )
             # Always further than the tag: what is broken at its first character would otherwise be found again for
             # ever.
-            start = max(start, begin + len(self._begin))
+            start = max(start, tag_begin + len(self._begin))
 
     def _broken_end(self, text: str, at: int) -> int:
         """A broken list ends after its closing tag, or before the next opening one."""
-        ends = [text.find(self._begin, at + 1), text.find(self._end, at) if self._end else -1]
-        if ends[1] >= 0 and (ends[0] < 0 or ends[1] < ends[0]):
-            return ends[1] + len(self._end)
-        return ends[0] if ends[0] >= 0 else len(text)
+        possible_ends = [text.find(self._begin, at + 1), text.find(self._end, at) if self._end else -1]
+        if possible_ends[1] >= 0 and (possible_ends[0] < 0 or possible_ends[1] < possible_ends[0]):
+            return possible_ends[1] + len(self._end)
+        return possible_ends[0] if possible_ends[0] >= 0 else len(text)
 
     def _call(self, value: Any, raw: str) -> ToolCall | Malformed:
-        name, arguments, id = self._keys
-        if isinstance(value, dict) and name != "name":
-            fields = cast("dict[str, Any]", value)
-            value = {"name": fields.get(name), **fields}
-        call = call_of(value, raw, key=arguments)
-        call_id = cast("dict[str, Any]", value).get(id) if id and isinstance(call, ToolCall) else None
-        return replace(call, id=call_id) if isinstance(call, ToolCall) and isinstance(call_id, str) else call
+        name_key, arguments, id_key = self._keys
+        if isinstance(value, dict) and name_key != "name":
+            value_fields = cast("dict[str, Any]", value)
+            value = {"name": value_fields.get(name_key), **value_fields}
+        read_call = call_of(value, raw, key=arguments)
+        call_id = cast("dict[str, Any]", value).get(id_key) if id_key and isinstance(read_call, ToolCall) else None
+        return (
+            replace(read_call, id=call_id)
+            if isinstance(read_call, ToolCall) and isinstance(call_id, str)
+            else read_call
+        )
 
 
 class Headed(_Tagged):
@@ -126,47 +133,59 @@ class Headed(_Tagged):
         self._write_as, self._around = write_as, around
 
     def write(self, *calls: ToolCall) -> str:
-        texts = (
-            self._write_as.replace("ID", call.id or f"functions.{call.name}:{number}")
+        call_texts = (
+            self._write_as.replace("ID", call.id or f"functions.{call.name}:{call_index}")
             .replace("NAME", call.name)
             .replace("JSON", dump(dict(call.arguments)))
-            for number, call in enumerate(calls)
+            for call_index, call in enumerate(calls)
         )
-        return self._around[0] + "".join(texts) + self._around[1]
+        return self._around[0] + "".join(call_texts) + self._around[1]
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         position = start
-        while (head := self._head.search(text, position)) is not None:
-            name, id = head["name"].strip(), head.groupdict().get("id") or ""
-            begin = text.rfind(self._around[0], position, head.start()) if self._around[0] else -1
-            begin = (
-                begin if begin >= 0 and not text[begin + len(self._around[0]) : head.start()].strip() else head.start()
+        while (head_match := self._head.search(text, position)) is not None:
+            tool_name, call_id = head_match["name"].strip(), head_match.groupdict().get("id") or ""
+            call_begin = text.rfind(self._around[0], position, head_match.start()) if self._around[0] else -1
+            call_begin = (
+                call_begin
+                if call_begin >= 0 and not text[call_begin + len(self._around[0]) : head_match.start()].strip()
+                else head_match.start()
             )
-            inner = skip_space(text, head.end())
+            json_begin = skip_space(text, head_match.end())
             try:
-                value, end = decode_json(text, inner)
-            except StructuralParseError as error:
-                end = self._next(text, inner)
-                yield Span(begin, end, Malformed(error, text[inner:end].strip(), name))
-                position = max(end, head.end())
+                json_value, call_end = decode_json(text, json_begin)
+            except StructuralParseError as json_error:
+                call_end = self._next(text, json_begin)
+                yield Span(call_begin, call_end, Malformed(json_error, text[json_begin:call_end].strip(), tool_name))
+                position = max(call_end, head_match.end())
                 continue
-            call = named_call(name, value, text[inner:end])
-            tail = self._tail.match(text, end)
-            if tail is None:
-                end = self._next(text, end)
-                call = Malformed(StructuralParseError("the tool call is not closed"), text[inner:end].strip(), name)
+            read_call = named_call(tool_name, json_value, text[json_begin:call_end])
+            tail_match = self._tail.match(text, call_end)
+            if tail_match is None:
+                call_end = self._next(text, call_end)
+                read_call = Malformed(
+                    StructuralParseError("the tool call is not closed"), text[json_begin:call_end].strip(), tool_name
+                )
             else:
-                end = tail.end()
-                if self._around[1] and text.startswith(self._around[1], skip_space(text, end)):
-                    end = skip_space(text, end) + len(self._around[1])
-            yield Span(begin, end, replace(call, id=id) if isinstance(call, ToolCall) and id else call)
-            position = max(end, head.end())
+                call_end = tail_match.end()
+                if self._around[1] and text.startswith(self._around[1], skip_space(text, call_end)):
+                    call_end = skip_space(text, call_end) + len(self._around[1])
+            yield Span(
+                call_begin,
+                call_end,
+                replace(read_call, id=call_id) if isinstance(read_call, ToolCall) and call_id else read_call,
+            )
+            position = max(call_end, head_match.end())
 
     def _next(self, text: str, at: int) -> int:
         """A broken call ends after its tail, or before the next head."""
-        head, tail = self._head.search(text, at), self._tail.search(text, at)
-        ends = [end for end in (head.start() if head else -1, tail.end() if tail else -1) if end >= at]
-        return min(ends, default=len(text))
+        head_match, tail_match = self._head.search(text, at), self._tail.search(text, at)
+        possible_ends = [
+            possible_end
+            for possible_end in (head_match.start() if head_match else -1, tail_match.end() if tail_match else -1)
+            if possible_end >= at
+        ]
+        return min(possible_ends, default=len(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,72 +213,77 @@ class Parameters(_Tagged):
         self._call, self._key = re.compile(tags.call), re.compile(r"\s*+" + tags.key)
         # A closing tag counts only in front of the next parameter or the end of the call. A model that writes an HTML
         # or XML file as a value has the tag in the middle of it, and the first match would cut the file there.
-        follows = rf"(?:{tags.key}|{re.escape(tags.call_end)})"
-        self._value_end = re.compile(rf"{re.escape(tags.value_end)}(?=\s*+{follows})")
+        next_pattern = rf"(?:{tags.key}|{re.escape(tags.call_end)})"
+        self._value_end = re.compile(rf"{re.escape(tags.value_end)}(?=\s*+{next_pattern})")
 
     def write(self, *calls: ToolCall) -> str:
         tags, between = self._tags, self._tags.between
-        written: list[str] = []
+        written_calls: list[str] = []
         for call in calls:
-            pieces = [tags.write_call.replace("NAME", call.name)]
-            for key, value in call.arguments.items():
-                plain = isinstance(value, str)
-                head = tags.write_key.replace("NAME", key).replace("TEXT", "true" if plain else "false")
-                edge = "\n" if tags.trims else ""
-                pieces.append(f"{head}{edge}{value if plain else dump(value)}{edge}{tags.value_end}")
-            written.append(between.join([*pieces, tags.call_end]))
-        begin, end = tags.around
-        if not begin:
-            return between.join(written)
-        return f"{begin}{between}{between.join(written)}{between}{end}"
+            call_pieces = [tags.write_call.replace("NAME", call.name)]
+            for parameter_name, parameter_value in call.arguments.items():
+                is_text = isinstance(parameter_value, str)
+                key_tag = tags.write_key.replace("NAME", parameter_name).replace("TEXT", "true" if is_text else "false")
+                line_edge = "\n" if tags.trims else ""
+                value_text = parameter_value if is_text else dump(parameter_value)
+                call_pieces.append(f"{key_tag}{line_edge}{value_text}{line_edge}{tags.value_end}")
+            written_calls.append(between.join([*call_pieces, tags.call_end]))
+        block_begin, block_end = tags.around
+        if not block_begin:
+            return between.join(written_calls)
+        return f"{block_begin}{between}{between.join(written_calls)}{between}{block_end}"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         begin_tag, end_tag = self._tags.around
         position = start
-        while (head := self._call.search(text, position)) is not None:
-            begin = head.start()
-            if begin_tag and (tag_begin := text.rfind(begin_tag, position, begin)) >= 0:
-                begin = begin if text[tag_begin + len(begin_tag) : begin].strip() else tag_begin
-            name, end, arguments = head["name"].strip(), head.end(), dict[str, Any]()
-            error: StructuralParseError | None = None
-            while (key := self._key.match(text, end)) is not None:
-                closed = self._value_end.search(text, key.end())
-                if closed is None:
-                    error = StructuralParseError(f"the parameter {key['name']!r} is not closed: {self._tags.value_end}")
+        while (head_match := self._call.search(text, position)) is not None:
+            call_begin = head_match.start()
+            if begin_tag and (tag_begin := text.rfind(begin_tag, position, call_begin)) >= 0:
+                call_begin = call_begin if text[tag_begin + len(begin_tag) : call_begin].strip() else tag_begin
+            tool_name, read_end, arguments = head_match["name"].strip(), head_match.end(), dict[str, Any]()
+            call_error: StructuralParseError | None = None
+            while (key_match := self._key.match(text, read_end)) is not None:
+                value_end = self._value_end.search(text, key_match.end())
+                if value_end is None:
+                    call_error = StructuralParseError(
+                        f"the parameter {key_match['name']!r} is not closed: {self._tags.value_end}"
+                    )
                     break
-                value, end = text[key.end() : closed.start()], closed.end()
+                value_text, read_end = text[key_match.end() : value_end.start()], value_end.end()
                 if self._tags.trims:
-                    value = value.removeprefix("\n").removesuffix("\n")
-                arguments[key["name"].strip()] = (
-                    value if key.groupdict().get("text") is None else self._typed(value, key)
+                    value_text = value_text.removeprefix("\n").removesuffix("\n")
+                arguments[key_match["name"].strip()] = (
+                    value_text if key_match.groupdict().get("text") is None else self._typed(value_text, key_match)
                 )
-            end = skip_space(text, end)
-            if error is None and text.startswith(self._tags.call_end, end):
-                end += len(self._tags.call_end)
-                after = skip_space(text, end)
-                if end_tag and text.startswith(end_tag, after):
-                    end = after + len(end_tag)
-                call = named_call(name, arguments, text[head.start() : end])
+            read_end = skip_space(text, read_end)
+            if call_error is None and text.startswith(self._tags.call_end, read_end):
+                read_end += len(self._tags.call_end)
+                after_call = skip_space(text, read_end)
+                if end_tag and text.startswith(end_tag, after_call):
+                    read_end = after_call + len(end_tag)
+                read_call = named_call(tool_name, arguments, text[head_match.start() : read_end])
             else:
-                error = error or StructuralParseError(f"the tool call is not closed: write {self._tags.call_end}")
-                following = self._call.search(text, head.end())
-                stop = following.start() if following else len(text)
-                closing = text.find(self._tags.call_end, end, stop)
-                end = closing + len(self._tags.call_end) if closing >= 0 else stop
-                call = Malformed(error, text[head.start() : end].strip(), name)
-            yield Span(begin, max(end, head.end()), call)
-            position = max(end, head.end())
+                call_error = call_error or StructuralParseError(
+                    f"the tool call is not closed: write {self._tags.call_end}"
+                )
+                following = self._call.search(text, head_match.end())
+                search_stop = following.start() if following else len(text)
+                closing_tag = text.find(self._tags.call_end, read_end, search_stop)
+                read_end = closing_tag + len(self._tags.call_end) if closing_tag >= 0 else search_stop
+                read_call = Malformed(call_error, text[head_match.start() : read_end].strip(), tool_name)
+            yield Span(call_begin, max(read_end, head_match.end()), read_call)
+            position = max(read_end, head_match.end())
 
     def _typed(self, value: str, key: re.Match[str]) -> Any:
         if key["text"] == "true":
             return value
         try:
-            read = decode_whole(value)
+            json_value = decode_whole(value)
         except StructuralParseError:
             return value
         # The tag says that the value is no text. If it reads as one anyway, the model has put quotes around it, and its
         # letters as they stand are the least guess.
-        return value if isinstance(read, str) else read
+        return value if isinstance(json_value, str) else json_value
 
     @property
     def _writes_types(self) -> bool:
@@ -268,17 +292,26 @@ class Parameters(_Tagged):
     def typed(self, call: ToolCall | Malformed, schemas: Sequence[Mapping[str, Json]]) -> ToolCall | Malformed:
         if isinstance(call, Malformed) or self._writes_types:
             return call
-        reader = reader_of(call.name, schemas)
-        values = {
-            key: reader.read(key, value) if isinstance(value, str) else value for key, value in call.arguments.items()
+        parameter_reader = reader_of(call.name, schemas)
+        typed_values = {
+            parameter_name: parameter_reader.read(parameter_name, parameter_value)
+            if isinstance(parameter_value, str)
+            else parameter_value
+            for parameter_name, parameter_value in call.arguments.items()
         }
-        return replace(call, arguments=values)
+        return replace(call, arguments=typed_values)
 
     def spelled(self, call: ToolCall, schemas: Sequence[Mapping[str, Json]]) -> ToolCall:
         if self._writes_types:
             return call
-        reader = reader_of(call.name, schemas)
-        return replace(call, arguments={key: reader.spell(key, value) for key, value in call.arguments.items()})
+        parameter_reader = reader_of(call.name, schemas)
+        return replace(
+            call,
+            arguments={
+                parameter_name: parameter_reader.spell(parameter_name, parameter_value)
+                for parameter_name, parameter_value in call.arguments.items()
+            },
+        )
 
 
 # --- values in a notation of their own
@@ -306,11 +339,11 @@ class _Reader:
 
     def match(self, pattern: re.Pattern[str], what: str) -> str:
         self.skip()
-        match = pattern.match(self.text, self.at)
-        if match is None:
+        pattern_match = pattern.match(self.text, self.at)
+        if pattern_match is None:
             raise StructuralParseError(f"the tool call has no {what} at character {self.at}")
-        self.at = match.end()
-        return match[0]
+        self.at = pattern_match.end()
+        return pattern_match[0]
 
     def text_value(self) -> str | None:
         raise NotImplementedError
@@ -322,19 +355,19 @@ class _Reader:
         if depth == 0:
             raise StructuralParseError(f"the tool call is nested deeper than {MAX_DEPTH} levels")
         self.skip()
-        if (text := self.text_value()) is not None:
-            return text
+        if (plain_text := self.text_value()) is not None:
+            return plain_text
         if self.take("{"):
             return dict(self.items("}", lambda: self.pair(depth)))
-        for begin, end in ("[]", "()"):
-            if self.take(begin):
-                return list(self.items(end, lambda: self.value(depth - 1)))
+        for opening_bracket, closing_bracket in ("[]", "()"):
+            if self.take(opening_bracket):
+                return list(self.items(closing_bracket, lambda: self.value(depth - 1)))
         return self.word()
 
     def pair(self, depth: int) -> tuple[str, Any]:
-        key = self.key()
+        member_key = self.key()
         self.need(":")
-        return key, self.value(depth - 1)
+        return member_key, self.value(depth - 1)
 
     def items(self, end: str, item: Any) -> Iterator[Any]:
         while not self.take(end):
@@ -344,14 +377,14 @@ class _Reader:
                 return
 
     def word(self) -> Any:
-        word = self.match(_WORD, "value")
-        if word in _WORDS:
-            return _WORDS[word]
+        bare_word = self.match(_WORD, "value")
+        if bare_word in _WORDS:
+            return _WORDS[bare_word]
         try:
-            value = decode_whole(word)
+            word_value = decode_whole(bare_word)
         except StructuralParseError:
-            raise StructuralParseError(f"{word[:40]!r} is no value") from None
-        return value
+            raise StructuralParseError(f"{bare_word[:40]!r} is no value") from None
+        return word_value
 
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_.+-]++")
@@ -372,19 +405,19 @@ class _Python(_Reader):
     def text_value(self) -> str | None:
         if self.text[self.at : self.at + 1] not in ("'", '"'):
             return None
-        quoted = self.match(_QUOTED, "closed string")
+        quoted_text = self.match(_QUOTED, "closed string")
         try:
-            value = ast.literal_eval(re.sub(r"(?<!\\)[\n\r]", lambda end: _LINE_ENDS[end[0]], quoted))
-        except (ValueError, SyntaxError, MemoryError) as error:
-            raise StructuralParseError(f"a string of the tool call is broken: {error}") from None
-        return str(value)
+            string_value = ast.literal_eval(re.sub(r"(?<!\\)[\n\r]", lambda end: _LINE_ENDS[end[0]], quoted_text))
+        except (ValueError, SyntaxError, MemoryError) as literal_error:
+            raise StructuralParseError(f"a string of the tool call is broken: {literal_error}") from None
+        return str(string_value)
 
     def key(self) -> str:
         self.skip()
-        text = self.text_value()
-        if text is None:
+        key_text = self.text_value()
+        if key_text is None:
             raise StructuralParseError(f"a key is no string at character {self.at}")
-        return text
+        return key_text
 
 
 class Pythonic(_Tagged):
@@ -399,59 +432,64 @@ class Pythonic(_Tagged):
         return f"{self._begin}[{', '.join(self._written(call) for call in calls)}]{self._end}"
 
     def _written(self, call: ToolCall) -> str:
-        if all(key.isidentifier() for key in call.arguments):
-            return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        if all(argument_name.isidentifier() for argument_name in call.arguments):
+            written_arguments = (f"{name}={value!r}" for name, value in call.arguments.items())
+            return f"{call.name}({', '.join(written_arguments)})"
         return f"{call.name}(**{dict(call.arguments)!r})"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         if not self._begin:
             position = skip_space(text, start)
-            for tag in self._opens[1:]:
-                position = skip_space(text, position + len(tag)) if text.startswith(tag, position) else position
+            for opening_tag in self._opens[1:]:
+                position = (
+                    skip_space(text, position + len(opening_tag))
+                    if text.startswith(opening_tag, position)
+                    else position
+                )
             if _LISTED.match(text, position):
                 yield from self._list(text, start, position)
             return
-        while (begin := text.find(self._begin, start)) >= 0:
-            for span in self._list(text, begin, skip_space(text, begin + len(self._begin))):
-                yield span
-                start = span.end
-            start = max(start, begin + len(self._begin))
+        while (tag_begin := text.find(self._begin, start)) >= 0:
+            for call_span in self._list(text, tag_begin, skip_space(text, tag_begin + len(self._begin))):
+                yield call_span
+                start = call_span.end
+            start = max(start, tag_begin + len(self._begin))
 
     def _list(self, text: str, begin: int, at: int) -> Iterator[Span]:
-        reader, last = _Python(text, at), begin
+        value_reader, span_begin = _Python(text, at), begin
         try:
-            reader.need("[")
+            value_reader.need("[")
             while True:
-                name = reader.match(_NAME, "name")
-                reader.need("(")
+                tool_name = value_reader.match(_NAME, "name")
+                value_reader.need("(")
                 arguments = dict[str, Any]()
-                for piece in reader.items(")", lambda: self._argument(reader)):
-                    arguments |= piece
+                for argument in value_reader.items(")", lambda: self._argument(value_reader)):
+                    arguments |= argument
                 check_plain(arguments, MAX_DEPTH)
-                call = named_call(name, arguments, text[last : reader.at])
-                more = reader.take(",")
-                if not more:
-                    reader.need("]")
-                    if self._end and not reader.take(self._end):
+                read_call = named_call(tool_name, arguments, text[span_begin : value_reader.at])
+                has_more = value_reader.take(",")
+                if not has_more:
+                    value_reader.need("]")
+                    if self._end and not value_reader.take(self._end):
                         raise StructuralParseError(f"the tool calls are not closed: write {self._end}")
-                yield Span(last, reader.at, call)
-                last = reader.at
-                if not more:
+                yield Span(span_begin, value_reader.at, read_call)
+                span_begin = value_reader.at
+                if not has_more:
                     return
-        except StructuralParseError as error:
-            end = text.find(self._end, last + 1) if self._end else -1
-            end = end + len(self._end) if end >= 0 else len(text)
-            yield Span(last, end, Malformed(error, text[last:end].strip()))
+        except StructuralParseError as list_error:
+            broken_end = text.find(self._end, span_begin + 1) if self._end else -1
+            broken_end = broken_end + len(self._end) if broken_end >= 0 else len(text)
+            yield Span(span_begin, broken_end, Malformed(list_error, text[span_begin:broken_end].strip()))
 
     def _argument(self, reader: _Python) -> dict[str, Any]:
         if reader.take("**"):
-            value = reader.value()
-            if not isinstance(value, dict):
+            argument_value = reader.value()
+            if not isinstance(argument_value, dict):
                 raise StructuralParseError("** stands before no object")
-            return cast("dict[str, Any]", value)
-        key = reader.match(_NAME, "name of an argument")
+            return cast("dict[str, Any]", argument_value)
+        argument_name = reader.match(_NAME, "name of an argument")
         reader.need("=")
-        return {key: reader.value()}
+        return {argument_name: reader.value()}
 
 
 _LISTED: Final = re.compile(r"\[\s*+[\w.-]++\(")
@@ -462,16 +500,16 @@ class _Gemma(_Reader):
     def text_value(self) -> str | None:
         if not self.take(_QUOTE):
             return None
-        end = self.text.find(_QUOTE, self.at)
-        if end < 0:
+        quote_end = self.text.find(_QUOTE, self.at)
+        if quote_end < 0:
             raise StructuralParseError(f"a string of the tool call is not closed: write {_QUOTE}")
-        text, self.at = self.text[self.at : end], end + len(_QUOTE)
-        return text
+        quoted_text, self.at = self.text[self.at : quote_end], quote_end + len(_QUOTE)
+        return quoted_text
 
     def key(self) -> str:
         self.skip()
-        if (text := self.text_value()) is not None:
-            return text
+        if (key_text := self.text_value()) is not None:
+            return key_text
         return self.match(_GEMMA_KEY, "key").strip()
 
 
@@ -492,37 +530,44 @@ class Gemma(_Tagged):
         if isinstance(value, str):
             return f"{_QUOTE}{value}{_QUOTE}"
         if isinstance(value, dict):
-            pairs = cast("dict[str, Any]", value).items()
-            keys = (
-                key if _GEMMA_KEY.fullmatch(key) and key == key.strip() else f"{_QUOTE}{key}{_QUOTE}"
-                for key, _ in pairs
+            member_pairs = cast("dict[str, Any]", value).items()
+            written_keys = (
+                member_key
+                if _GEMMA_KEY.fullmatch(member_key) and member_key == member_key.strip()
+                else f"{_QUOTE}{member_key}{_QUOTE}"
+                for member_key, _ in member_pairs
             )
             return (
-                "{" + ",".join(f"{key}:{self._value(item)}" for key, (_, item) in zip(keys, pairs, strict=True)) + "}"
+                "{"
+                + ",".join(
+                    f"{member_key}:{self._value(inner_value)}"
+                    for member_key, (_, inner_value) in zip(written_keys, member_pairs, strict=True)
+                )
+                + "}"
             )
         if isinstance(value, list):
-            return "[" + ",".join(self._value(item) for item in cast("list[Any]", value)) + "]"
+            return "[" + ",".join(self._value(inner_value) for inner_value in cast("list[Any]", value)) + "]"
         return dump(value)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        while (begin := text.find(self._begin, start)) >= 0:
-            position, name = skip_space(text, begin + len(self._begin)), ""
+        while (tag_begin := text.find(self._begin, start)) >= 0:
+            position, tool_name = skip_space(text, tag_begin + len(self._begin)), ""
             try:
-                head = self._head.match(text, position)
-                if head is None:
+                head_match = self._head.match(text, position)
+                if head_match is None:
                     raise StructuralParseError(f"write {self._begin}call:NAME{{…}}{self._end}")
-                name, reader = head[1], _Gemma(text, head.end())
-                if not text.startswith("{", reader.at):
+                tool_name, value_reader = head_match[1], _Gemma(text, head_match.end())
+                if not text.startswith("{", value_reader.at):
                     raise StructuralParseError("the tool call has no arguments: write {…}")
-                value = reader.value()
-                check_plain(value, MAX_DEPTH)
-                reader.need(self._end)
-                start = reader.at
-                yield Span(begin, start, named_call(name, value, text[position:start]))
-            except StructuralParseError as error:
+                arguments = value_reader.value()
+                check_plain(arguments, MAX_DEPTH)
+                value_reader.need(self._end)
+                start = value_reader.at
+                yield Span(tag_begin, start, named_call(tool_name, arguments, text[position:start]))
+            except StructuralParseError as call_error:
                 start = next_match(text, position, _GEMMA_END)
                 start += len(self._end) if text.startswith(self._end, start) else 0
-                yield Span(begin, start, Malformed(error, text[position:start].strip(), name))
+                yield Span(tag_begin, start, Malformed(call_error, text[position:start].strip(), tool_name))
 
 
 _GEMMA_END: Final = re.compile(r"<tool_call\|>|<\|tool_call>")
@@ -532,7 +577,7 @@ _INVOKE: Final = r'(?P<name>[^"<>\n]*+)"\s*+>'
 
 def _invoked(name: str, around: tuple[str, str], prefix: str = "", **more: Any) -> Parameters:
     """`<invoke name="NAME">` and `<parameter name="KEY">VALUE</parameter>`, as MiniMax and others write it."""
-    tags = Tags(
+    invoke_tags = Tags(
         around=around,
         call=rf'<{re.escape(prefix)}invoke\s++name="{_INVOKE}',
         call_end=f"</{prefix}invoke>",
@@ -541,12 +586,12 @@ def _invoked(name: str, around: tuple[str, str], prefix: str = "", **more: Any) 
         write_call=f'<{prefix}invoke name="NAME">',
         write_key=f'<{prefix}parameter name="NAME">',
     )
-    return Parameters(name, tags, **more)
+    return Parameters(name, invoke_tags, **more)
 
 
 def _dsml(name: str, block: str) -> Parameters:
     """DeepSeek's own tags, which say of each value whether it is text."""
-    tags = Tags(
+    dsml_tags = Tags(
         around=(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"),
         call=rf'<｜DSML｜invoke\s++name="{_INVOKE}',
         call_end="</｜DSML｜invoke>",
@@ -555,12 +600,12 @@ def _dsml(name: str, block: str) -> Parameters:
         write_call='<｜DSML｜invoke name="NAME">',
         write_key='<｜DSML｜parameter name="NAME" string="TEXT">',
     )
-    return Parameters(name, tags)
+    return Parameters(name, dsml_tags)
 
 
 def _functions(name: str, around: tuple[str, str], *, trims: bool, **more: Any) -> Parameters:
     """`<function=NAME>` and `<parameter=KEY>VALUE</parameter>`, as Qwen3-Coder and Seed-OSS write it."""
-    tags = Tags(
+    function_tags = Tags(
         around=around,
         call=r"<function=(?P<name>[^<>\n]++)>",
         call_end="</function>",
@@ -570,7 +615,7 @@ def _functions(name: str, around: tuple[str, str], *, trims: bool, **more: Any) 
         write_key="<parameter=NAME>",
         trims=trims,
     )
-    return Parameters(name, tags, **more)
+    return Parameters(name, function_tags, **more)
 
 
 _GLM: Final = Tags(

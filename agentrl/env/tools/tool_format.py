@@ -51,17 +51,17 @@ class ToolFormat(ABC):
     def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
         """The calls of a turn, its words and its thoughts. `schemas`, those of the tools, say of what type a value is
         in dialects that do not write it."""
-        start, thoughts = self._thoughts(text)
-        outside, calls, position = list[str](), list[ToolCall | Malformed](), start
-        for span in self._spans(text, start):
-            outside.append(text[position : span.begin])
-            calls.append(span.call)
-            position = span.end
-        outside.append(text[position:])
-        words = "".join(outside)
+        words_begin, thoughts = self._thoughts(text)
+        text_between, read_calls, position = list[str](), list[ToolCall | Malformed](), words_begin
+        for call_span in self._spans(text, words_begin):
+            text_between.append(text[position : call_span.begin])
+            read_calls.append(call_span.call)
+            position = call_span.end
+        text_between.append(text[position:])
+        turn_words = "".join(text_between)
         if self.framing is not None:
-            words = self.framing.sub("", words)
-        return Parsed(words, tuple(self.typed(call, schemas) for call in calls), thoughts, text[:start])
+            turn_words = self.framing.sub("", turn_words)
+        return Parsed(turn_words, tuple(self.typed(call, schemas) for call in read_calls), thoughts, text[:words_begin])
 
     def typed(self, call: ToolCall | Malformed, schemas: Sequence[Mapping[str, Json]]) -> ToolCall | Malformed:
         """A call with its values as the tool's schema has them."""
@@ -73,16 +73,18 @@ class ToolFormat(ABC):
         return call
 
     def _spans(self, text: str, start: int) -> Iterator[Span]:
-        broken = 0
-        for span in self.spans(text, start):
-            broken += isinstance(span.call, Malformed)
+        broken_count = 0
+        for call_span in self.spans(text, start):
+            broken_count += isinstance(call_span.call, Malformed)
             # The bound of the whole room: a broken call may be read again from within, so n of them cost n times the
             # rest of the text. After the bound, what is left is one broken call.
-            if broken > MAX_BROKEN:
-                error = StructuralParseError(f"{MAX_BROKEN} tool calls before it are broken: the rest is not read")
-                yield Span(span.begin, len(text), Malformed(error, text[span.begin :]))
+            if broken_count > MAX_BROKEN:
+                bound_error = StructuralParseError(
+                    f"{MAX_BROKEN} tool calls before it are broken: the rest is not read"
+                )
+                yield Span(call_span.begin, len(text), Malformed(bound_error, text[call_span.begin :]))
                 return
-            yield span
+            yield call_span
 
     @abstractmethod
     def spans(self, text: str, start: int) -> Iterator[Span]:
@@ -94,8 +96,8 @@ class ToolFormat(ABC):
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
         """The text that teaches the model the format and the tools, where the chat template does not."""
-        example = self.write(ToolCall("TOOL", {"ARGUMENT": "VALUE"}))
-        return f"To call a tool, write:\n{example}\nTools:\n{listed(schemas)}"
+        example_call = self.write(ToolCall("TOOL", {"ARGUMENT": "VALUE"}))
+        return f"To call a tool, write:\n{example_call}\nTools:\n{listed(schemas)}"
 
     def answer(self, messages: Messages) -> Messages:
         """Tool messages in the roles that this dialect's models know."""
@@ -109,50 +111,56 @@ class ToolFormat(ABC):
         """Tool messages as one message of the user, with their images where these stood in their texts."""
         if not any(message.get("images") for message in messages):
             return self.answer_as_user(messages)
-        text, images = "", list[ImagePart]()
+        user_text, user_images = "", list[ImagePart]()
         for message in messages:
-            for answer in self.answer_as_user((message,)):
-                text += "\n" if text else ""
-                begin = len(text) + max(answer["content"].rfind(message["content"]), 0)
-                images += [ImagePart(at=begin + image["at"], url=image["url"]) for image in message.get("images", ())]
-                text += answer["content"]
-        return (Message(role="user", content=text, images=images),)
+            for text_answer in self.answer_as_user((message,)):
+                user_text += "\n" if user_text else ""
+                content_begin = len(user_text) + max(text_answer["content"].rfind(message["content"]), 0)
+                user_images += [
+                    ImagePart(at=content_begin + tool_image["at"], url=tool_image["url"])
+                    for tool_image in message.get("images", ())
+                ]
+                user_text += text_answer["content"]
+        return (Message(role="user", content=user_text, images=user_images),)
 
     def _thoughts(self, text: str) -> tuple[int, str]:
         """Where the reasoning at the head of `text` ends, and what it says: calls drafted in it are not meant.
 
         A chat template may have opened the block, so that only its end is in `text`; an end that lies within a
         well-formed call is an argument's content and ends nothing."""
-        for opening, closing in self.thoughts:
-            end, head = text.find(closing), text.lstrip()
-            if head.startswith(opening):
-                start = len(text) if end < 0 else end + len(closing)
-                return start, text[:start].lstrip().removeprefix(opening).removesuffix(closing).strip()
+        for opening_tag, closing_tag in self.thoughts:
+            closing_begin, turn_head = text.find(closing_tag), text.lstrip()
+            if turn_head.startswith(opening_tag):
+                thoughts_end = len(text) if closing_begin < 0 else closing_begin + len(closing_tag)
+                return thoughts_end, text[:thoughts_end].lstrip().removeprefix(opening_tag).removesuffix(
+                    closing_tag
+                ).strip()
             # A closing tag without its opening one is the usual case, not a mistake: many templates open the block in
             # the prompt. But a call may carry the tag within an argument, when a model writes about thoughts.
-            if end >= 0 and not any(
-                span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self._spans(text, 0)
+            if closing_begin >= 0 and not any(
+                call_span.begin < closing_begin < call_span.end and isinstance(call_span.call, ToolCall)
+                for call_span in self._spans(text, 0)
             ):
-                return end + len(closing), text[:end].strip()
+                return closing_begin + len(closing_tag), text[:closing_begin].strip()
         return 0, ""
 
 
 def call_at(text: str, at: int, resync: re.Pattern[str]) -> tuple[ToolCall | Malformed, int]:
     """The call whose JSON object begins at `at`, and where it ends; a broken one ends before `resync` matches."""
     try:
-        value, end = decode_json(text, at)
-    except StructuralParseError as error:
-        end = next_match(text, at + 1, resync)
-        return Malformed(error, text[at:end].strip()), end
+        json_value, call_end = decode_json(text, at)
+    except StructuralParseError as json_error:
+        call_end = next_match(text, at + 1, resync)
+        return Malformed(json_error, text[at:call_end].strip()), call_end
     # Llama writes "parameters" and most others "arguments"; models mix them up often enough, and the meaning is plain.
-    key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
-    return call_of(value, text[at:end], key=key), end
+    arguments_key = "parameters" if isinstance(json_value, dict) and "parameters" in json_value else "arguments"
+    return call_of(json_value, text[at:call_end], key=arguments_key), call_end
 
 
 def next_match(text: str, at: int, pattern: re.Pattern[str]) -> int:
     """Where `pattern` matches next, or the end of the text."""
-    match = pattern.search(text, at)
-    return match.start() if match else len(text)
+    following = pattern.search(text, at)
+    return following.start() if following else len(text)
 
 
 def object_of(call: ToolCall, key: str) -> str:
@@ -162,10 +170,10 @@ def object_of(call: ToolCall, key: str) -> str:
 
 def listed(schemas: Sequence[Mapping[str, Json]]) -> str:
     """Schemas of tools, one a line, with what their references name in the place of these."""
-    return "\n".join(dump(shown_schema(schema)) for schema in schemas)
+    return "\n".join(dump(shown_schema(tool_schema)) for tool_schema in schemas)
 
 
 def as_user(lines: Iterator[str]) -> Messages:
     """One user message of these lines; none of no line."""
-    text = "\n".join(lines)
-    return (Message(role="user", content=text),) if text else ()
+    user_text = "\n".join(lines)
+    return (Message(role="user", content=user_text),) if user_text else ()

@@ -44,8 +44,8 @@ def as_result(value: Any, tool: str = "") -> ToolResult:
         return ToolResult(content=clean_text(str(value.value) if isinstance(value, enum.Enum) else value))
     if isinstance(value, bytes | bytearray | memoryview):
         return ToolResult(content=readable(bytes(cast("bytes", value))))
-    if (parts := _parts(value)) is not None:
-        return _with_pictures(parts, tool)
+    if (picture_parts := _parts(value)) is not None:
+        return _with_pictures(picture_parts, tool)
     if isinstance(value, BaseModel):
         try:
             return ToolResult(content=clean_text(value.model_dump_json()))
@@ -72,12 +72,12 @@ def clean_text(text: str) -> str:
 
 def cut(text: str, limit: int) -> tuple[str, bool]:
     """At most about `limit` bytes of `text`: its head and its tail with a note in between, and whether it was cut."""
-    data = text.encode()
-    if len(data) <= limit:
+    text_bytes = text.encode()
+    if len(text_bytes) <= limit:
         return text, False
-    head, tail = data[: limit - limit // 2], data[len(data) - limit // 2 :]
-    note = f"\n[output cut: {limit} of {len(data)} bytes shown]\n"
-    return head.decode(errors="ignore") + note + tail.decode(errors="ignore"), True
+    head_bytes, tail_bytes = text_bytes[: limit - limit // 2], text_bytes[len(text_bytes) - limit // 2 :]
+    cut_note = f"\n[output cut: {limit} of {len(text_bytes)} bytes shown]\n"
+    return head_bytes.decode(errors="ignore") + cut_note + tail_bytes.decode(errors="ignore"), True
 
 
 # --- pictures
@@ -85,10 +85,10 @@ def cut(text: str, limit: int) -> tuple[str, bool]:
 
 def _parts(value: Any) -> list[Any] | None:
     """A result as OpenAI's parts if it holds a picture: a list of texts and pictures, or a picture of PIL."""
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    if not any(_is_picture(item) for item in items):
+    result_items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if not any(_is_picture(item) for item in result_items):
         return None
-    return items
+    return result_items
 
 
 def _is_picture(item: Any) -> bool:
@@ -99,11 +99,15 @@ def _is_picture(item: Any) -> bool:
 
 def _with_pictures(items: list[Any], tool: str) -> ToolResult:
     try:
-        parts = [_as_part(item) for item in items]
-        message = with_images({"role": "tool", "content": parts})
-    except (ValueError, UsageError, OSError, AttributeError) as error:
-        raise ToolError(f"{tool or 'the tool'} returned a picture that cannot be shown: {error}") from error
-    return ToolResult(content=clean_text(message["content"]), images=tuple(cast("list[ImagePart]", message["images"])))
+        openai_parts = [_as_part(result_item) for result_item in items]
+        tool_message = with_images({"role": "tool", "content": openai_parts})
+    except (ValueError, UsageError, OSError, AttributeError) as picture_error:
+        raise ToolError(
+            f"{tool or 'the tool'} returned a picture that cannot be shown: {picture_error}"
+        ) from picture_error
+    return ToolResult(
+        content=clean_text(tool_message["content"]), images=tuple(cast("list[ImagePart]", tool_message["images"]))
+    )
 
 
 def _as_part(item: Any) -> Any:
@@ -111,9 +115,9 @@ def _as_part(item: Any) -> Any:
         return {"type": "text", "text": clean_text(item)}
     if isinstance(item, Mapping) or not hasattr(item, "save"):
         return cast("Any", item)
-    file = io.BytesIO()
-    item.save(file, "PNG")
-    return image_part(file.getvalue())
+    png_file = io.BytesIO()
+    item.save(png_file, "PNG")
+    return image_part(png_file.getvalue())
 
 
 # --- JSON
@@ -143,28 +147,31 @@ class _Plain:
             return value.isoformat()
         if isinstance(value, _AS_TEXT):
             return str(value)
-        if isinstance(value, BaseModel) and (dumped := _dumped(value)) is not value:
-            return self.of(dumped, depth)
-        if (fields := _fields(value)) is not None:
-            return {_key(key): self.of(item, depth - 1) for key, item in fields.items()}
+        if isinstance(value, BaseModel) and (dumped_model := _dumped(value)) is not value:
+            return self.of(dumped_model, depth)
+        if (value_fields := _fields(value)) is not None:
+            return {
+                _key(member_key): self.of(inner_value, depth - 1) for member_key, inner_value in value_fields.items()
+            }
         if isinstance(value, set | frozenset):
-            items = [self.of(item, depth - 1) for item in cast("Iterable[Any]", value)]
-            return sorted(items, key=_rank)  # the order of a set differs from process to process, and replay from it
-        if (items := _items(value)) is not None:
-            return [self.of(item, depth - 1) for item in items]
+            inner_values = [self.of(inner_value, depth - 1) for inner_value in cast("Iterable[Any]", value)]
+            # The order of a set differs from process to process, and replay from it.
+            return sorted(inner_values, key=_rank)
+        if (inner_values := _items(value)) is not None:
+            return [self.of(inner_value, depth - 1) for inner_value in inner_values]
         if (converted := _of_array(value)) is not value:
             return self.of(converted, depth - 1)
         return self._text(value)
 
     def _text(self, value: Any) -> str:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        notice = f"the tool {self._tool!r} returned a {kind}, which is no JSON: the model reads its text"
-        notices.note("results of tools", notice, by_policy=True)
+        type_name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        kind_notice = f"the tool {self._tool!r} returned a {type_name}, which is no JSON: the model reads its text"
+        notices.note("results of tools", kind_notice, by_policy=True)
         has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
         try:
-            return clean_text(str(value)) if has_text else f"<{kind}>"  # without the address that Python writes
+            return clean_text(str(value)) if has_text else f"<{type_name}>"  # without the address that Python writes
         except Exception:  # an author's own method
-            return f"<{kind}>"
+            return f"<{type_name}>"
 
 
 def _dumped(value: BaseModel) -> Any:
@@ -181,12 +188,20 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value)
     if isinstance(value, BaseModel):
-        fields = {name: getattr(value, name) for name, field in type(value).model_fields.items() if not field.exclude}
-        return fields | (value.model_extra or {})
+        model_fields = {
+            field_name: getattr(value, field_name)
+            for field_name, value_field in type(value).model_fields.items()
+            if not value_field.exclude
+        }
+        return model_fields | (value.model_extra or {})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {value_field.name: getattr(value, value_field.name, None) for value_field in dataclasses.fields(value)}
     attributes: Any = getattr(cast("Any", type(value)), "__attrs_attrs__", None)
-    return None if attributes is None else {field.name: getattr(value, field.name, None) for field in attributes}
+    return (
+        None
+        if attributes is None
+        else {value_field.name: getattr(value, value_field.name, None) for value_field in attributes}
+    )
 
 
 def _items(value: Any) -> Iterable[Any] | None:
@@ -202,8 +217,8 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def _bounded(items: Iterable[Any]) -> Iterable[Any]:
-    for number, item in enumerate(items):
-        if number >= _MOST_VALUES:
+    for item_index, item in enumerate(items):
+        if item_index >= _MOST_VALUES:
             yield "[too many values]"
             return
         yield item

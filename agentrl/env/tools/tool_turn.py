@@ -82,108 +82,121 @@ class ToolTurn:
 
     async def run(self, calls: Sequence[Call]) -> list[CallResult]:
         """Run the calls in order; neighbours that all allow it run at the same time."""
-        results: list[CallResult] = []
+        call_results: list[CallResult] = []
         left_s = policy_seconds_left()
         self._turn_s, self._judging_s = _TOOLS_SHARE * left_s, (1 - _TOOLS_SHARE) * left_s if left_s < inf else 0.0
-        for stage in self._stages(calls[: self.max_calls]):
+        for call_stage in self._stages(calls[: self.max_calls]):
             if self.is_over():
-                results.extend(CallResult(call, _NOT_RUN) for call in stage)
+                call_results.extend(CallResult(stage_call, _NOT_RUN) for stage_call in call_stage)
             else:
-                results.extend(await self._run_stage(stage))
-        surplus = len(calls) - self.max_calls
-        if surplus > 0:
-            error = ContentParseError(f"{surplus} more calls were not run: make at most {self.max_calls} at once")
-            results.append(failed(calls[self.max_calls], error))
-        return results
+                call_results.extend(await self._run_stage(call_stage))
+        surplus_count = len(calls) - self.max_calls
+        if surplus_count > 0:
+            surplus_error = ContentParseError(
+                f"{surplus_count} more calls were not run: make at most {self.max_calls} at once"
+            )
+            call_results.append(failed(calls[self.max_calls], surplus_error))
+        return call_results
 
     def _stages(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
         """Split the calls into groups that run one after the other."""
-        stage: list[Call] = []
-        for call in calls:
-            tool = self.tools.get(call.name) if isinstance(call, ToolCall) else None
-            alone = tool is not None and not tool.parallel
-            if alone and stage:
-                yield stage
-                stage = []
-            stage.append(call)
-            if alone:
-                yield stage
-                stage = []
-        if stage:
-            yield stage
+        open_stage: list[Call] = []
+        for turn_call in calls:
+            called_tool = self.tools.get(turn_call.name) if isinstance(turn_call, ToolCall) else None
+            runs_alone = called_tool is not None and not called_tool.parallel
+            if runs_alone and open_stage:
+                yield open_stage
+                open_stage = []
+            open_stage.append(turn_call)
+            if runs_alone:
+                yield open_stage
+                open_stage = []
+        if open_stage:
+            yield open_stage
 
     async def _run_stage(self, stage: Sequence[Call]) -> list[CallResult]:
         """Run calls at the same time. The first failure cancels the others, and is raised by itself, not in a group."""
         if len(stage) == 1:
             return [await self._run_call(stage[0])]
-        results: dict[int, CallResult] = {}
+        result_by_index: dict[int, CallResult] = {}
         failures: list[Exception] = []
 
         async def run(index: int) -> None:
             try:
-                results[index] = await self._run_call(stage[index])
-            except Exception as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
+                result_by_index[index] = await self._run_call(stage[index])
+            except Exception as call_error:
+                failures.append(call_error)
+                call_nursery.cancel_scope.cancel()
 
-        async with trio.open_nursery() as nursery:
-            for index in range(len(stage)):
-                nursery.start_soon(run, index)
+        async with trio.open_nursery() as call_nursery:
+            for call_index in range(len(stage)):
+                call_nursery.start_soon(run, call_index)
         if failures:
             raise failures[0]
-        return [results[index] for index in range(len(stage))]
+        return [result_by_index[call_index] for call_index in range(len(stage))]
 
     async def _run_call(self, call: Call) -> CallResult:
         if isinstance(call, Malformed):
             return failed(call, with_cut(call.error, self.action_cut))
         try:
-            tool, call = self.tools.checked(call)
-            return self._shown(call, await self._call_in_time(tool, call))
-        except PolicyFault as error:
-            return failed(call, error, limit=self.output_bytes)
+            called_tool, call = self.tools.checked(call)
+            return self._shown(call, await self._call_in_time(called_tool, call))
+        except PolicyFault as policy_fault:
+            return failed(call, policy_fault, limit=self.output_bytes)
 
     async def _call_in_time(self, tool: Tool, call: ToolCall) -> ToolResult:
         tool_s = cast("float | None", getattr(tool, "timeout_s", None))
         call_s = min(self.timeout_s if tool_s is None else tool_s, self.meter.tool_seconds_left())
         # Read anew for each call: those before it, and time that the host gave back, have changed it.
         turn_s = policy_seconds_left() - self._judging_s
-        shared = f": the calls of a turn share {self._turn_s:g} s" if turn_s < call_s else ""
+        shared_note = f": the calls of a turn share {self._turn_s:g} s" if turn_s < call_s else ""
         if turn_s <= 0:
-            raise ToolTimeout(f"{call.name} was not run{shared}, and those before it took them")
+            raise ToolTimeout(f"{call.name} was not run{shared_note}, and those before it took them")
         limit_s = min(call_s, turn_s)
-        with watch(policy_s=limit_s) as calling:
+        with watch(policy_s=limit_s) as call_watch:
             try:
                 with policy_time(), json_log.about(tool=call.name):
-                    result = await sync_async.call(tool.call, call.arguments, blocking=self.blocking)
-                    return as_result(result, call.name)
+                    tool_result = await sync_async.call(tool.call, call.arguments, blocking=self.blocking)
+                    return as_result(tool_result, call.name)
             finally:
-                self.meter.tool_seconds += calling.seconds
-                log.info("the tool %s took %.3f s", call.name, calling.seconds)
-        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")
+                self.meter.tool_seconds += call_watch.seconds
+                log.info("the tool %s took %.3f s", call.name, call_watch.seconds)
+        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared_note}")
 
     def _shown(self, call: ToolCall, result: ToolResult) -> CallResult:
         """A result as the model reads it. Raises ToolError for images that the environment does not show."""
         if len(result.images) > self.max_images:
             # Not the environment's failure: what a tool returns may be what the policy put into a file.
-            hint = f"observation_space = Messages(max_images={len(result.images)}) of the environment allows them"
-            reason = f"{call.name} returned pictures, and none are shown here: {hint}"
+            correction = f"observation_space = Messages(max_images={len(result.images)}) of the environment allows them"
+            reason = f"{call.name} returned pictures, and none are shown here: {correction}"
             notices.note("results of tools", reason, by_policy=True)
             raise ToolError(reason)
-        content, was_cut = cut(clean_text(result.content), self.output_bytes)
+        shown_content, was_cut = cut(clean_text(result.content), self.output_bytes)
         if result.truncated and not was_cut:
-            content += "\n[output cut]"
+            shown_content += "\n[output cut]"
         truncated = was_cut or result.truncated
-        images = [ImagePart(at=min(image["at"], len(content)), url=image["url"]) for image in result.images]
+        shown_images = [
+            ImagePart(at=min(tool_image["at"], len(shown_content)), url=tool_image["url"])
+            for tool_image in result.images
+        ]
         return CallResult(
             call,
-            ToolResult(content=content, is_error=result.is_error, truncated=truncated, images=images, data=result.data),
+            ToolResult(
+                content=shown_content,
+                is_error=result.is_error,
+                truncated=truncated,
+                images=shown_images,
+                data=result.data,
+            ),
         )
 
 
 def errors_by_tool(results: Sequence[CallResult]) -> dict[str, int]:
     """How many calls of each tool ended with an error of the tool."""
-    ran = (result for result in results if result.fault is None and result.result is not _NOT_RUN)
-    return dict(Counter(result.name for result in ran if result.result.is_error))
+    run_calls = (
+        call_result for call_result in results if call_result.fault is None and call_result.result is not _NOT_RUN
+    )
+    return dict(Counter(call_result.name for call_result in run_calls if call_result.result.is_error))
 
 
 def with_cut(error: PolicyFault, action_cut: bool) -> PolicyFault:

@@ -33,12 +33,12 @@ class Toolbox:
     @property
     def schemas(self) -> list[Mapping[str, Json]]:
         """The function schema (name, description, parameters) of every tool."""
-        return [function_schema(tool.schema) for tool in self._tools.values()]
+        return [function_schema(own_tool.schema) for own_tool in self._tools.values()]
 
     def add(self, tool: Tool) -> None:
         """Add a tool. Raises UsageError for a value that is no tool, a taken name or an invalid schema."""
-        if missing := [part for part in _PARTS if not hasattr(tool, part)]:
-            raise UsageError(f"{tool!r} is no tool: it has no {' and no '.join(missing)}")
+        if missing_parts := [tool_part for tool_part in _PARTS if not hasattr(tool, tool_part)]:
+            raise UsageError(f"{tool!r} is no tool: it has no {' and no '.join(missing_parts)}")
         if (schema_name := function_schema(tool.schema).get("name")) != tool.name:
             raise UsageError(f"the tool {tool.name!r} is named {schema_name!r} in its schema: give both one name")
         if tool.name in self._tools:
@@ -57,7 +57,7 @@ class Toolbox:
     def checked(self, call: ToolCall) -> tuple[Tool, ToolCall]:
         """The tool that a call names, and the call with arguments as the tool may take them. Raises ContentParseError
         for an unknown name, ToolArgumentError for arguments that do not fit."""
-        tool = self._tools.get(call.name)
-        if tool is None:
+        called_tool = self._tools.get(call.name)
+        if called_tool is None:
             raise ContentParseError(f"no tool named {clean_text(call.name)[:100]!r}; known: {self.names}")
-        return tool, ToolCall(call.name, self._checks[call.name](call.arguments))
+        return called_tool, ToolCall(call.name, self._checks[call.name](call.arguments))

@@ -103,10 +103,10 @@ def tool(
     """
 
     def mark(function: F) -> F:
-        options = ToolOptions(
+        tool_options = ToolOptions(
             name=name or function.__name__, parallel=parallel, timeout_s=timeout_s, errors=tuple(errors)
         )
-        setattr(function, _MARK, options)
+        setattr(function, _MARK, tool_options)
         if asyncio is not None:
             asyncio_code.mark(function, asyncio)
         return function
@@ -119,8 +119,8 @@ class FunctionTool:
 
     def __init__(self, function: Callable[..., Any], options: ToolOptions | None = None, *, blocking: bool = True):
         self._function, self._blocking = function, blocking
-        marked: ToolOptions | None = options or getattr(function, _MARK, None)
-        options = marked or ToolOptions(name=function.__name__)
+        marked_options: ToolOptions | None = options or getattr(function, _MARK, None)
+        options = marked_options or ToolOptions(name=function.__name__)
         self.name, self.parallel, self.timeout_s = options.name, options.parallel, options.timeout_s
         self._errors = options.errors
         self._signature = _signature_of(_underlying(function), self.name)
@@ -134,16 +134,16 @@ class FunctionTool:
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Validate, convert to the hinted types, call. Raises ToolArgumentError, ToolError, or the body's exception."""
-        values = self._signature.convert(arguments)
+        converted_arguments = self._signature.convert(arguments)
         try:
-            result = await call(self._function, blocking=self._blocking, **values)
+            returned = await call(self._function, blocking=self._blocking, **converted_arguments)
         except PolicyFault:
             raise
         # Only what the author has named: a KeyError from a bug of the tool looks like one from a bad argument, and as a
         # fault of the policy it would be trained on (law 3).
-        except self._errors as error:
-            raise ToolError(f"{type(error).__name__}: {error}") from error
-        return as_result(result, self.name)
+        except self._errors as named_error:
+            raise ToolError(f"{type(named_error).__name__}: {named_error}") from named_error
+        return as_result(returned, self.name)
 
 
 class SchemaTool:
@@ -175,12 +175,12 @@ class SchemaTool:
         """Raises ToolArgumentError, ToolError for exceptions that `errors` names, or the function's own exception."""
         arguments = self._check(arguments)
         try:
-            result = await call(self._function, arguments, blocking=self._blocking)
+            returned = await call(self._function, arguments, blocking=self._blocking)
         except PolicyFault:
             raise
-        except self._errors as error:
-            raise ToolError(f"{type(error).__name__}: {error}") from error
-        return as_result(result, self.name)
+        except self._errors as named_error:
+            raise ToolError(f"{type(named_error).__name__}: {named_error}") from named_error
+        return as_result(returned, self.name)
 
 
 def is_tool(value: object) -> bool:
@@ -190,15 +190,16 @@ def is_tool(value: object) -> bool:
 
 def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
     """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
-    marked: dict[str, ToolOptions] = {}
-    for cls in reversed(type(owner).__mro__):
-        for attribute, value in vars(cls).items():
-            if is_tool(value):
-                marked[attribute] = getattr(value, _MARK)
-            elif attribute in marked:  # overridden without a mark: no longer offered
-                del marked[attribute]
+    options_by_name: dict[str, ToolOptions] = {}
+    for base_class in reversed(type(owner).__mro__):
+        for attribute, class_member in vars(base_class).items():
+            if is_tool(class_member):
+                options_by_name[attribute] = getattr(class_member, _MARK)
+            elif attribute in options_by_name:  # overridden without a mark: no longer offered
+                del options_by_name[attribute]
     return [
-        FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in marked.items()
+        FunctionTool(getattr(owner, attribute), tool_options, blocking=blocking)
+        for attribute, tool_options in options_by_name.items()
     ]
 
 
@@ -221,8 +222,10 @@ class ArgumentCheck:
         parameters = function.get("parameters") or {"type": "object"}
         try:
             jsonschema.Draft202012Validator.check_schema(parameters)
-        except jsonschema.SchemaError as error:
-            raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
+        except jsonschema.SchemaError as schema_error:
+            raise UsageError(
+                f"tool {self._name!r} has an invalid JSON schema: {schema_error.message}"
+            ) from schema_error
         # Found when the tool is offered. jsonschema meets it only when a value comes to that part of the schema, in the
         # middle of an episode.
         if reference := leads_nowhere(parameters, parameters):
@@ -237,9 +240,9 @@ class ArgumentCheck:
         elsewhere. Raises ToolArgumentError naming up to three that do not fit."""
         # Sorted by place, as the order of the checks differs between versions of jsonschema, and a replay must read the
         # same text. Three of them: a model that gets everything wrong learns nothing from a list of forty.
-        errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
-        if errors:
-            problems = "; ".join(_describe_violation(error) for error in errors[:3])
+        violations: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
+        if violations:
+            problems = "; ".join(_describe_violation(violation) for violation in violations[:3])
             raise ToolArgumentError(f"{self._name}: {problems}")
         return cast("dict[str, Json]", self._with_integers(dict(arguments), [self._parameters]))
 
@@ -250,33 +253,47 @@ class ArgumentCheck:
             return _whole(value) if wants_integer else value
         if not has_float(value):
             return value
-        parts = [part for schema in schemas for part in self._parts_of(schema, value, frozenset())]
+        schema_parts = [schema_part for schema in schemas for schema_part in self._parts_of(schema, value, frozenset())]
         if isinstance(value, list):
-            items = cast("list[Any]", value)
+            list_items = cast("list[Any]", value)
             return [
-                self._with_integers(item, [inner for part in parts for inner in schemas_of_item(part, place)])
-                for place, item in enumerate(items)
+                self._with_integers(
+                    list_item,
+                    [
+                        item_schema
+                        for schema_part in schema_parts
+                        for item_schema in schemas_of_item(schema_part, item_index)
+                    ],
+                )
+                for item_index, list_item in enumerate(list_items)
             ]
         return {
-            key: self._with_integers(inner, [below for part in parts for below in schemas_of_member(part, key)])
-            for key, inner in cast("dict[str, Any]", value).items()
+            member_key: self._with_integers(
+                inner_value,
+                [
+                    inner_schema
+                    for schema_part in schema_parts
+                    for inner_schema in schemas_of_member(schema_part, member_key)
+                ],
+            )
+            for member_key, inner_value in cast("dict[str, Any]", value).items()
         }
 
     def _parts_of(self, schema: Any, value: Any, followed: frozenset[str]) -> Iterator[Mapping[str, Any]]:
         """A schema and those that it combines, as far as they apply to a value that fits it."""
         if not isinstance(schema, Mapping):
             return
-        fields = cast("Mapping[str, Any]", schema)
-        yield fields
-        reference = str(fields.get("$ref"))
+        schema_fields = cast("Mapping[str, Any]", schema)
+        yield schema_fields
+        reference = str(schema_fields.get("$ref"))
         if reference not in followed:
-            yield from self._parts_of(target_of(fields, self._parameters), value, followed | {reference})
-        for part in cast("list[Any]", fields.get("allOf") or []):
-            yield from self._parts_of(part, value, followed)
+            yield from self._parts_of(target_of(schema_fields, self._parameters), value, followed | {reference})
+        for part_schema in cast("list[Any]", schema_fields.get("allOf") or []):
+            yield from self._parts_of(part_schema, value, followed)
         for keyword in ("anyOf", "oneOf"):
-            for branch in cast("list[Any]", fields.get(keyword) or []):
-                if self._validator.evolve(schema=branch).is_valid(value):
-                    yield from self._parts_of(branch, value, followed)
+            for branch_schema in cast("list[Any]", schema_fields.get(keyword) or []):
+                if self._validator.evolve(schema=branch_schema).is_valid(value):
+                    yield from self._parts_of(branch_schema, value, followed)
 
 
 def _whole(value: float) -> int | float:
@@ -289,10 +306,10 @@ def _error_place(error: Any) -> str:
 
 
 def _describe_violation(error: Any) -> str:
-    where = ".".join(str(part) for part in error.absolute_path)
+    argument_path = ".".join(str(path_part) for path_part in error.absolute_path)
     message = clean_text(str(error.message))
     message = message if len(message) <= 200 else message[:200] + "…"
-    return f"argument {where!r}: {message}" if where else message
+    return f"argument {argument_path!r}: {message}" if argument_path else message
 
 
 # --- signatures
@@ -308,52 +325,58 @@ class _Signature:
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
         try:
-            model = self._model.model_validate(self._check(arguments))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ToolArgumentError(f"argument {where!r}: {first['msg']}") from None
+            argument_model = self._model.model_validate(self._check(arguments))
+        except ValidationError as pydantic_error:
+            first_problem = pydantic_error.errors(include_url=False)[0]
+            argument_path = ".".join(str(path_part) for path_part in first_problem["loc"])
+            raise ToolArgumentError(f"argument {argument_path!r}: {first_problem['msg']}") from None
         # What the model left out is left to the function's own default, which need not be a value that JSON has.
-        set_fields = model.model_fields_set
-        return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in set_fields}
+        set_fields = argument_model.model_fields_set
+        return {
+            self._aliases[field_name]: getattr(argument_model, field_name)
+            for field_name in self._aliases
+            if field_name in set_fields
+        }
 
 
 @functools.cache
 def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
     """Built once per function, however many environments offer it. Raises UsageError for what has no schema."""
-    label = f"tool {function.__qualname__!r}"
+    tool_label = f"tool {function.__qualname__!r}"
     try:
-        hints = get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise UsageError(f"{label}: cannot read its type hints: {error}") from error
+        type_hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as signature_error:
+        raise UsageError(f"{tool_label}: cannot read its type hints: {signature_error}") from signature_error
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise UsageError(f"{label} yields, and a model reads one answer: return it")
+        raise UsageError(f"{tool_label} yields, and a model reads one answer: return it")
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     if not summary:
-        raise UsageError(f"{label} needs a docstring: it is what the model reads")
-    fields: dict[str, Any] = {}
+        raise UsageError(f"{tool_label} needs a docstring: it is what the model reads")
+    model_fields: dict[str, Any] = {}
     aliases: dict[str, str] = {}
-    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if index == 0 and parameter.name in ("self", "cls"):
+    for parameter_index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if parameter_index == 0 and parameter.name in ("self", "cls"):
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UsageError(f"{label}: parameter {parameter} cannot be named in a call")
-        if parameter.name not in hints:
-            raise UsageError(f"{label}: parameter {parameter.name!r} needs a type hint")
+            raise UsageError(f"{tool_label}: parameter {parameter} cannot be named in a call")
+        if parameter.name not in type_hints:
+            raise UsageError(f"{tool_label}: parameter {parameter.name!r} needs a type hint")
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = f"field_{len(fields)}"  # a name of our own: pydantic reserves some that arguments may have
-        fields[field] = (
-            hints[parameter.name],
+        field_name = f"field_{len(model_fields)}"  # a name of our own: pydantic reserves some that arguments may have
+        model_fields[field_name] = (
+            type_hints[parameter.name],
             Field(default, alias=parameter.name, description=described.get(parameter.name)),
         )
-        aliases[field] = parameter.name
+        aliases[field_name] = parameter.name
     try:
-        model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = without_references(_without_titles(model.model_json_schema(by_alias=True)))
-    except Exception as error:  # pydantic raises several kinds for types that JSON cannot express
-        raise UsageError(f"{label}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
+        argument_model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **model_fields)
+        parameters = without_references(_without_titles(argument_model.model_json_schema(by_alias=True)))
+    except Exception as signature_error:  # pydantic raises several kinds for types that JSON cannot express
+        raise UsageError(
+            f"{tool_label}: its type hints have no JSON schema: {str(signature_error).splitlines()[0]}"
+        ) from signature_error
     parameters = {**parameters, "properties": parameters.get("properties", {})}
-    return _Signature({"name": name, "description": summary, "parameters": parameters}, model, aliases)
+    return _Signature({"name": name, "description": summary, "parameters": parameters}, argument_model, aliases)
 
 
 def _underlying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -363,13 +386,15 @@ def _underlying(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_titles(schema: Any, *, names: bool = False) -> Any:
     """The schema without pydantic's titles, which tell a model nothing. `names`: the keys here are property names."""
     if isinstance(schema, dict):
-        fields = cast("dict[str, Any]", schema)
+        schema_fields = cast("dict[str, Any]", schema)
         return {
-            key: _without_titles(value, names=not names and key in ("properties", "$defs"))
-            for key, value in fields.items()
-            if names or key != "title"
+            schema_key: _without_titles(schema_value, names=not names and schema_key in ("properties", "$defs"))
+            for schema_key, schema_value in schema_fields.items()
+            if names or schema_key != "title"
         }
-    return [_without_titles(item) for item in cast("list[Any]", schema)] if isinstance(schema, list) else schema
+    return (
+        [_without_titles(list_item) for list_item in cast("list[Any]", schema)] if isinstance(schema, list) else schema
+    )
 
 
 _ARGS: Final = re.compile(r"^(Args|Arguments|Parameters):\s*$")
@@ -380,25 +405,25 @@ _REST_ARGUMENT: Final = re.compile(r"^:param\s+(?:[\w\[\], ]+\s+)?(\w+):\s*(.*)$
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The description (all before the first section) and the description of each argument, Google or reST style."""
-    summary: list[str] = []
+    summary_lines: list[str] = []
     described: dict[str, str] = {}
-    section = last = ""
-    for line in text.splitlines():
-        if rest := _REST_ARGUMENT.match(line):
-            section, last = ":param", rest[1]
-            described[last] = rest[2].strip()
-        elif line.startswith(":"):
-            section = ":"
-        elif _SECTION.match(line):
-            section, last = ("args" if _ARGS.match(line) else "other"), ""
-        elif not section:
-            summary.append(line)
-        elif section == "args" and (match := _ARGUMENT.match(line)):
-            last = match[1]
-            described[last] = match[2].strip()
-        elif section in ("args", ":param") and last and line.strip():
-            described[last] = f"{described[last]} {line.strip()}"
-    return "\n".join(summary).strip(), described
+    section_kind = last_argument = ""
+    for doc_line in text.splitlines():
+        if rest_match := _REST_ARGUMENT.match(doc_line):
+            section_kind, last_argument = ":param", rest_match[1]
+            described[last_argument] = rest_match[2].strip()
+        elif doc_line.startswith(":"):
+            section_kind = ":"
+        elif _SECTION.match(doc_line):
+            section_kind, last_argument = ("args" if _ARGS.match(doc_line) else "other"), ""
+        elif not section_kind:
+            summary_lines.append(doc_line)
+        elif section_kind == "args" and (argument_match := _ARGUMENT.match(doc_line)):
+            last_argument = argument_match[1]
+            described[last_argument] = argument_match[2].strip()
+        elif section_kind in ("args", ":param") and last_argument and doc_line.strip():
+            described[last_argument] = f"{described[last_argument]} {doc_line.strip()}"
+    return "\n".join(summary_lines).strip(), described
 
 
 def envelope(schemas: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
@@ -428,15 +453,15 @@ class CallResult:
 
 def failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
     """The result of a call that went wrong, as the model reads it."""
-    content, was_cut = cut(clean_text(describe_fault(error)), limit)
-    return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
+    fault_text, was_cut = cut(clean_text(describe_fault(error)), limit)
+    return CallResult(call, ToolResult(content=fault_text, is_error=True, truncated=was_cut), error)
 
 
 def describe_fault(error: PolicyFault) -> str:
     """An error as the model reads it: its kind, then its text."""
-    for kind, name in _KINDS.items():
-        if isinstance(error, kind):
-            return f"{name}: {error}"
+    for fault_class, fault_name in _KINDS.items():
+        if isinstance(error, fault_class):
+            return f"{fault_name}: {error}"
     return f"error: {error}"
 
 
@@ -452,36 +477,38 @@ def tool_messages(results: Sequence[CallResult], before: int) -> Messages:
     """One tool message per call, with the id that the model gave its call. Other ids count the episode's calls, of
     which there were `before`, and have the nine characters that Mistral wants."""
     messages = list[Message]()
-    for index, result in enumerate(results):
-        message = Message(
+    for result_index, call_result in enumerate(results):
+        tool_message = Message(
             role="tool",
-            content=result.result.content,
-            name=clean_text(result.name)[:100] or "unknown",
-            tool_call_id=own_id(result.call) or f"call{before + index:05d}",
+            content=call_result.result.content,
+            name=clean_text(call_result.name)[:100] or "unknown",
+            tool_call_id=own_id(call_result.call) or f"call{before + result_index:05d}",
         )
-        if result.result.images:
-            message["images"] = [*result.result.images]
-        messages.append(message)
+        if call_result.result.images:
+            tool_message["images"] = [*call_result.result.images]
+        messages.append(tool_message)
     return tuple(messages)
 
 
 def completion_messages(parsed: Parsed, action: str, results: Sequence[CallResult]) -> list[Message]:
     """One turn as TRL gives it to reward functions: the policy's message with its `tool_calls`, then the results."""
-    calls: list[dict[str, Json]] = [
-        {"type": "function", "function": {"name": result.name, "arguments": dict(result.call.arguments)}}
-        for result in results
-        if isinstance(result.call, ToolCall)
+    tool_calls: list[dict[str, Json]] = [
+        {"type": "function", "function": {"name": call_result.name, "arguments": dict(call_result.call.arguments)}}
+        for call_result in results
+        if isinstance(call_result.call, ToolCall)
     ]
-    message = Message(role="assistant", content=parsed.text.strip() if calls or parsed.thoughts else parsed.text)
+    policy_message = Message(
+        role="assistant", content=parsed.text.strip() if tool_calls or parsed.thoughts else parsed.text
+    )
     if parsed.thoughts:
-        message["reasoning_content"] = parsed.thoughts
-    if calls:
-        message["tool_calls"] = calls
+        policy_message["reasoning_content"] = parsed.thoughts
+    if tool_calls:
+        policy_message["tool_calls"] = tool_calls
     elif results:
         # A turn of broken calls alone is text, as in TRL. Without it a function that rewards the format would judge
         # nothing, as `parsed.text` leaves out whatever begins like a call.
-        message = Message(role="assistant", content=action)
-    return [message, *tool_messages(results, 0)]
+        policy_message = Message(role="assistant", content=action)
+    return [policy_message, *tool_messages(results, 0)]
 
 
 def without_last_results(messages: Sequence[Message]) -> Sequence[Message]:
@@ -489,7 +516,7 @@ def without_last_results(messages: Sequence[Message]) -> Sequence[Message]:
 
     A limit ends an episode behind the results of its last calls. Reward functions judge the text of the last message,
     and would judge a tool's words as the policy's, so that calling a tool that knows the answer would pay."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "tool":
-        end -= 1
-    return messages[:end]
+    kept_count = len(messages)
+    while kept_count and messages[kept_count - 1]["role"] == "tool":
+        kept_count -= 1
+    return messages[:kept_count]
