@@ -31,19 +31,22 @@ def read(table: Any, field: str) -> Any:
     if not isinstance(table, dict):
         return table
     settings = cast("dict[str, Any]", table)
-    kind = str(settings.get("kind", "grpo"))
+    algorithm_kind = str(settings.get("kind", "grpo"))
     try:
-        algorithm_class = algorithm(kind)
-    except UsageError as error:
-        raise ConfigError(f"{field}.kind", kind, str(error)) from None
-    settings = {key: value for key, value in settings.items() if key != "kind"}  # a class knows its own kind at most
+        algorithm_class = algorithm(algorithm_kind)
+    except UsageError as class_error:
+        raise ConfigError(f"{field}.kind", algorithm_kind, str(class_error)) from None
+    # A class knows its own kind at most.
+    settings = {
+        setting_name: setting_value for setting_name, setting_value in settings.items() if setting_name != "kind"
+    }
     try:
-        algo = algorithm_class.model_validate(switched_off(settings, algorithm_class))
-    except ValidationError as error:
-        raise config_error(error, algorithm_class, tuple(field.split("."))) from None
+        read_algorithm = algorithm_class.model_validate(switched_off(settings, algorithm_class))
+    except ValidationError as class_error:
+        raise config_error(class_error, algorithm_class, tuple(field.split("."))) from None
     # The kind is put back after the reading: the other processes of the run read kind and settings from a file, and
     # have to find the class again. One derived from GRPO would be GRPO there.
-    return algo.model_copy(update={"kind": kind})
+    return read_algorithm.model_copy(update={"kind": algorithm_kind})
 
 
 def by_reference(document: dict[str, Any], reference_of: Callable[[type], str]) -> dict[str, Any]:
@@ -54,14 +57,18 @@ def by_reference(document: dict[str, Any], reference_of: Callable[[type], str]) 
 
     def named(table: Any) -> Any:
         is_dict = isinstance(table, dict)
-        algo: Any = cast("dict[str, Any]", table).get("algo") if is_dict else getattr(table, "algo", None)
-        if not isinstance(algo, Algorithm) or _class_of(algo) is type(algo):
+        own_algorithm: Any = cast("dict[str, Any]", table).get("algo") if is_dict else getattr(table, "algo", None)
+        if not isinstance(own_algorithm, Algorithm) or _class_of(own_algorithm) is type(own_algorithm):
             return table
-        update = {"algo": algo.model_copy(update={"kind": reference_of(type(algo))})}
-        return cast("dict[str, Any]", table) | update if is_dict else table.model_copy(update=update)
+        kind_update = {"algo": own_algorithm.model_copy(update={"kind": reference_of(type(own_algorithm))})}
+        return cast("dict[str, Any]", table) | kind_update if is_dict else table.model_copy(update=kind_update)
 
-    tables = {key: [named(table) for table in document[key]] for key in ("tasks", "roles") if document.get(key)}
-    return cast("dict[str, Any]", named(document)) | tables
+    named_tables = {
+        table_name: [named(entry_table) for entry_table in document[table_name]]
+        for table_name in ("tasks", "roles")
+        if document.get(table_name)
+    }
+    return cast("dict[str, Any]", named(document)) | named_tables
 
 
 def _class_of(algo: Algorithm) -> type | None:
@@ -75,13 +82,17 @@ def _class_of(algo: Algorithm) -> type | None:
 def leave(table: dict[str, Any], kind: str) -> None:
     """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
     try:
-        old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
+        old_class, new_class = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
     except UsageError:
         return  # reported where the table is read
     # Only what the new one has no use for: a clip that both of them know is the user's choice and stays.
-    used = new.model_fields.keys() - new.unused
-    for name in [name for name in table if name in old.model_fields and name not in used]:
-        del table[name]
+    used_names = new_class.model_fields.keys() - new_class.unused
+    for setting_name in [
+        setting_name
+        for setting_name in table
+        if setting_name in old_class.model_fields and setting_name not in used_names
+    ]:
+        del table[setting_name]
 
 
 def read_tables(document: dict[str, Any]) -> dict[str, Any]:
@@ -93,45 +104,61 @@ def read_tables(document: dict[str, Any]) -> dict[str, Any]:
             return cast("Any", table)
         return {**cast("dict[str, Any]", table), "algo": read(table["algo"], f"{field}.algo")}
 
-    tables_of = {name: document[name] for name in ("tasks", "roles") if isinstance(document.get(name), list)}
+    tables_of = {
+        section_name: document[section_name]
+        for section_name in ("tasks", "roles")
+        if isinstance(document.get(section_name), list)
+    }
     return document | {
-        name: [read_one(table, f"{name}.{number}") for number, table in enumerate(cast("list[Any]", tables))]
-        for name, tables in tables_of.items()
+        section_name: [
+            read_one(entry_table, f"{section_name}.{entry_index}")
+            for entry_index, entry_table in enumerate(cast("list[Any]", entry_tables))
+        ]
+        for section_name, entry_tables in tables_of.items()
     }
 
 
 def distinct(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
     """Return the algorithms that differ, each under the first of its fields: equal entries are one algorithm."""
     by_field: dict[str, Algorithm] = {}
-    for field, algo in algorithms.items():
+    for field_name, algo in algorithms.items():
         if algo not in by_field.values():
-            by_field[field] = algo
+            by_field[field_name] = algo
     return by_field
 
 
 def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
     """The models that algorithms need together, by the fields that name them. There is one critic, and one other model
     of a name: raises ConfigError if two algorithms mean different ones."""
-    others: dict[str, Any] = {}
+    other_models: dict[str, Any] = {}
     critic, critic_of = Slots(), ""
-    for field, algo in algorithms.items():
-        needed = algo.slots
-        for name, model in {**needed.frozen, **needed.moving}.items():
-            if others.setdefault(name, model) != model:
-                hint = f"a run has one model of this name, and another entry {others[name]!r}: give both the same"
-                raise ConfigError(f"{field}.{name}", model, hint)
-        if needed.critic is None:
+    for field_name, algo in algorithms.items():
+        needed_slots = algo.slots
+        for slot_name, slot_model in {**needed_slots.frozen, **needed_slots.moving}.items():
+            if other_models.setdefault(slot_name, slot_model) != slot_model:
+                other_model = other_models[slot_name]
+                hint = f"a run has one model of this name, and another entry {other_model!r}: give both the same"
+                raise ConfigError(f"{field_name}.{slot_name}", slot_model, hint)
+        if needed_slots.critic is None:
             continue
         if critic.critic is None:
-            critic, critic_of = needed, field
+            critic, critic_of = needed_slots, field_name
         # One critic for all, because its values are compared across groups in one step: two that differ in their rate
         # would be two scales.
-        elif (needed.critic, needed.critic_lr) != (critic.critic, critic.critic_lr):
+        elif (needed_slots.critic, needed_slots.critic_lr) != (critic.critic, critic.critic_lr):
             hint = f"a run has one critic, and {critic_of} another: give both the same critic and critic_lr"
-            raise ConfigError(f"{field}.critic", needed.critic, hint)
+            raise ConfigError(f"{field_name}.critic", needed_slots.critic, hint)
     return Slots(
-        frozen={name: folder for judge in algorithms.values() for name, folder in judge.slots.frozen.items()},
-        moving={name: follows for judge in algorithms.values() for name, follows in judge.slots.moving.items()},
+        frozen={
+            slot_name: folder
+            for judge_slots in algorithms.values()
+            for slot_name, folder in judge_slots.slots.frozen.items()
+        },
+        moving={
+            slot_name: follows
+            for judge_slots in algorithms.values()
+            for slot_name, follows in judge_slots.slots.moving.items()
+        },
         critic=critic.critic,
         critic_lr=critic.critic_lr,
     )
@@ -142,18 +169,23 @@ def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_
     The keys of `algorithms` are the fields that name them, such as `algo`."""
     slots(algorithms)  # raises if two algorithms mean different models by one name
     if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):
-        names = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
-        hint = f"{names} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
+        kind_line = ", ".join(f"{field_name}.kind = {algo.kind!r}" for field_name, algo in algorithms.items())
+        hint = (
+            f"{kind_line} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
+        )
         raise ConfigError("buffer.skip_without_signal", True, hint)
-    for field, algo in algorithms.items():
-        names = f"{field}.kind = {algo.kind!r}"
+    for field_name, algo in algorithms.items():
+        kind_line = f"{field_name}.kind = {algo.kind!r}"
         # The penalty compares the policy with the reference on tokens that an older policy sampled. Without the
         # correction its expectation is that of other weights, and its gradient points elsewhere.
         if not buffer.synchronous and not algo.corrects and algo.diverges:
-            raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
-        if group_size < (least := algo.least_members):
-            hint = f"{names} compares siblings: give at least {least}, or another algorithm"
+            raise ConfigError(
+                f"{field_name}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'"
+            )
+        if group_size < (least_members := algo.least_members):
+            hint = f"{kind_line} compares siblings: give at least {least_members}, or another algorithm"
             raise ConfigError("rollout.group_size", group_size, hint)
-        if quorum is not None and quorum < least:
-            hint = f"{names} learns nothing from fewer than {least} members: give buffer.close = {least}"
+        if quorum is not None and quorum < least_members:
+            problem = f"{kind_line} learns nothing from fewer than {least_members} members"
+            hint = f"{problem}: give buffer.close = {least_members}"
             raise ConfigError("buffer.close", quorum, hint)

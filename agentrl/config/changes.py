@@ -66,32 +66,42 @@ AT_A_RESUME: Final = (
 
 
 def in_flight(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in IN_FLIGHT)
+    return any(fnmatchcase(key, key_pattern) for key_pattern in IN_FLIGHT)
 
 
 def at_a_resume(key: str) -> bool:
-    return in_flight(key) or any(fnmatchcase(key, pattern) for pattern in AT_A_RESUME)
+    return in_flight(key) or any(fnmatchcase(key, key_pattern) for key_pattern in AT_A_RESUME)
 
 
 def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ by their dotted keys, as they were and are. Raises ConfigError for one that a run
     keeps."""
-    old, new = (values(config) for config in (before, after))
-    changes = {key: (old.get(key), new.get(key)) for key in (*new, *(old.keys() - new)) if old.get(key) != new.get(key)}
-    for key, (was, now) in changes.items():
-        if not at_a_resume(key):
-            hint = f"a run that goes on keeps it ({was!r}): leave it out, or start another run with --out"
-            raise ConfigError(key, now, hint)
+    old_values, new_values = (values(config) for config in (before, after))
+    changes = {
+        setting_key: (old_values.get(setting_key), new_values.get(setting_key))
+        for setting_key in (*new_values, *(old_values.keys() - new_values))
+        if old_values.get(setting_key) != new_values.get(setting_key)
+    }
+    for setting_key, (old_value, new_value) in changes.items():
+        if not at_a_resume(setting_key):
+            hint = f"a run that goes on keeps it ({old_value!r}): leave it out, or start another run with --out"
+            raise ConfigError(setting_key, new_value, hint)
     # Not a setting but what follows from two of them: with buffer.close = "auto" a lag bound of 0 closes groups with
     # all members, and another bound with three in four. Groups of both kinds in one run would be two experiments.
     if before.quorum != after.quorum:
-        lags = [state["buffer.max_lag"] for state in (old, new)]
-        counts = [
-            "all members" if state.quorum is None else f"{state.quorum} scored members" for state in (before, after)
+        lag_bounds = [values_by_key["buffer.max_lag"] for values_by_key in (old_values, new_values)]
+        member_counts = [
+            "all members" if run_config.quorum is None else f"{run_config.quorum} scored members"
+            for run_config in (before, after)
         ]
-        closes = [f"groups close with {n} at buffer.max_lag = {lag}" for n, lag in zip(counts, lags, strict=True)]
-        hint = f"{closes[0]}, and {closes[1]} (buffer.close): give another, or start another run with --out"
-        raise ConfigError("buffer.max_lag", lags[1], hint)
+        closing_rules = [
+            f"groups close with {member_words} at buffer.max_lag = {lag_bound}"
+            for member_words, lag_bound in zip(member_counts, lag_bounds, strict=True)
+        ]
+        hint = (
+            f"{closing_rules[0]}, and {closing_rules[1]} (buffer.close): give another, or start another run with --out"
+        )
+        raise ConfigError("buffer.max_lag", lag_bounds[1], hint)
     return changes
 
 
@@ -103,19 +113,19 @@ def values(config: RunConfig) -> dict[str, Any]:
 def with_values(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The configuration with other settings, by their dotted keys. Raises ConfigError."""
     document = config.model_dump(mode="json")
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        table = document
+    for setting_key, setting_value in settings.items():
+        *sections, last_key = setting_key.split(".")
+        inner_table = document
         for section in sections:
-            table = table[section]
-        table[last] = value
+            inner_table = inner_table[section]
+        inner_table[last_key] = setting_value
     return parse(document)
 
 
 def _values(section: BaseModel, document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
-        inner = getattr(section, key, None)
-        if isinstance(inner, BaseModel):
-            yield from _values(inner, value, f"{prefix}{key}.")
+    for setting_name, setting_value in document.items():
+        inner_section = getattr(section, setting_name, None)
+        if isinstance(inner_section, BaseModel):
+            yield from _values(inner_section, setting_value, f"{prefix}{setting_name}.")
         else:
-            yield prefix + key, value
+            yield prefix + setting_name, setting_value

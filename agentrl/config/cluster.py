@@ -114,8 +114,8 @@ class Cluster(Section):
     @classmethod
     def _of_postgresql(cls, store: Any) -> Any:
         if isinstance(store, list):
-            several = [_without_secrets(url) for url in cast("list[object]", store)]
-            raise ConfigError("cluster.store", several, f"a run's store is one database: {_ADDRESS}")
+            store_urls = [_without_secrets(store_url) for store_url in cast("list[object]", store)]
+            raise ConfigError("cluster.store", store_urls, f"a run's store is one database: {_ADDRESS}")
         if isinstance(store, str) and not store.startswith(("postgresql://", "postgres://")):
             raise ConfigError("cluster.store", _without_secrets(store), _ADDRESS)
         return cast("object", store)
@@ -155,13 +155,15 @@ def splits(cluster: Cluster, begins: Split) -> list[Split]:
     as many engines as then have a place. GPUs are what moves; CPUs if the learner takes none."""
     assert cluster.controller is not None
     on_gpus = cluster.learner.gpus > 0
-    engine, rank = (part.gpus if on_gpus else part.cpus for part in (cluster.engine, cluster.learner))
-    places, (least, most) = begins.engines * engine + begins.ranks * rank, cluster.controller.engines
+    units_of_engine = cluster.engine.gpus if on_gpus else cluster.engine.cpus
+    units_of_rank = cluster.learner.gpus if on_gpus else cluster.learner.cpus
+    all_units = begins.engines * units_of_engine + begins.ranks * units_of_rank
+    fewest_engines, most_engines = cluster.controller.engines
     possible = [
-        Split(int(min(most, (places - ranks * rank) // (engine or 1))), ranks)
-        for ranks in sorted({*cluster.controller.ranks})
+        Split(int(min(most_engines, (all_units - rank_count * units_of_rank) // (units_of_engine or 1))), rank_count)
+        for rank_count in sorted({*cluster.controller.ranks})
     ]
-    return [split for split in possible if split.engines >= least]
+    return [possible_split for possible_split in possible if possible_split.engines >= fewest_engines]
 
 
 def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) -> None:
@@ -170,12 +172,11 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
     if cluster.controller is not None:
         _check_controller(cluster, cluster.controller, engine, train, several=several)
     if not cluster.on_ray:
-        for name, field in (("engine", "engine.replicas"), ("learner", "train.device")):
-            if gpus := getattr(cluster, name).gpus:
-                hint = (
-                    f"Ray gives them away: give cluster.launcher = 'ray', or leave it out; {field} is for this machine"
-                )
-                raise ConfigError(f"cluster.{name}.gpus", gpus, hint)
+        for part_name, field_name in (("engine", "engine.replicas"), ("learner", "train.device")):
+            if gpu_count := getattr(cluster, part_name).gpus:
+                own_setting = f"{field_name} is for this machine"
+                hint = f"Ray gives them away: give cluster.launcher = 'ray', or leave it out; {own_setting}"
+                raise ConfigError(f"cluster.{part_name}.gpus", gpu_count, hint)
         return
     if engine.gpus:
         hint = "Ray chooses GPUs: give the number of engines, and cluster.engine = { gpus = 1 }"
@@ -191,22 +192,26 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
 def _check_controller(
     cluster: Cluster, controller: ControllerSettings, engine: _Engine, train: _Train, *, several: bool
 ) -> None:
-    key, (least, most) = "cluster.controller", controller.engines
-    if not 1 <= least <= most:
-        raise ConfigError(f"{key}.engines", controller.engines, "give the fewest, at least 1, and the most, as [1, 4]")
+    field_name, (fewest_engines, most_engines) = "cluster.controller", controller.engines
+    if not 1 <= fewest_engines <= most_engines:
+        hint = "give the fewest, at least 1, and the most, as [1, 4]"
+        raise ConfigError(f"{field_name}.engines", controller.engines, hint)
     if engine.urls or several:
-        why = "somebody else started the engines (engine.urls)" if engine.urls else "several policies share the places"
-        raise ConfigError(key, controller.model_dump(), f"{why}: leave it out")
+        reason = (
+            "somebody else started the engines (engine.urls)" if engine.urls else "several policies share the places"
+        )
+        raise ConfigError(field_name, controller.model_dump(), f"{reason}: leave it out")
     if not cluster.on_ray and (engine.gpus or train.device != "cpu"):
         hint = "a controller moves GPUs that Ray gives away: give 'ray'; a cluster of this machine alone will do"
         raise ConfigError("cluster.launcher", cluster.launcher, hint)
     # Every number is tried before the run starts: one that divides nothing would end the run at the move to it, hours
     # later.
-    for ranks in controller.ranks:
-        train.over(ranks)
-    begins = Split(len(engine.places), train.parallel.ranks)
-    possible = splits(cluster, begins)
-    if begins not in possible or len(possible) < 2:
-        may = ", ".join(map(str, possible)) or "none"
-        hint = f"of the places of {begins} (engines + ranks) these come: {may}; give bounds with {begins} and another"
-        raise ConfigError(f"{key}.ranks", controller.ranks, hint)
+    for rank_count in controller.ranks:
+        train.over(rank_count)
+    first_split = Split(len(engine.places), train.parallel.ranks)
+    possible = splits(cluster, first_split)
+    if first_split not in possible or len(possible) < 2:
+        possible_splits = ", ".join(map(str, possible)) or "none"
+        problem = f"of the places of {first_split} (engines + ranks) these come: {possible_splits}"
+        hint = f"{problem}; give bounds with {first_split} and another"
+        raise ConfigError(f"{field_name}.ranks", controller.ranks, hint)

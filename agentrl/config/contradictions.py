@@ -44,46 +44,49 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     """One line for each, with what to change."""
     yield from _of_deadlines(config)
     yield from _of_groups(config)
-    first = next(iter(config.algorithms))
-    off = all(algo.process_weight == 0 for algo in config.algorithms.values())
-    for source in config.rewards:
-        yield from _of_source(source)
-        if off and source.kind != "teacher":
-            problem = f"leaves reward source {source.source!r} without effect"
-            yield f"{first}.process_weight = 0 {problem}: {_typed(first, 'process_weight', 1)}"
+    first_field = next(iter(config.algorithms))
+    is_process_off = all(algorithm.process_weight == 0 for algorithm in config.algorithms.values())
+    for reward_source in config.rewards:
+        yield from _of_source(reward_source)
+        if is_process_off and reward_source.kind != "teacher":
+            problem = f"leaves reward source {reward_source.source!r} without effect"
+            yield f"{first_field}.process_weight = 0 {problem}: {_typed(first_field, 'process_weight', 1)}"
     yield from _of_engines(config)
     yield from _of_training(config)
-    for field, algo in config.algorithms.items():
-        if isinstance(algo, Clipped):
-            yield from _of_algorithm(field, algo)
+    for field_name, algorithm in config.algorithms.items():
+        if isinstance(algorithm, Clipped):
+            yield from _of_algorithm(field_name, algorithm)
     yield from _of_alarms(config)
     if config.league != LeagueSettings() and not config.league_roles:
-        for name in sorted(_changed(config.league)):
-            how = 'no [[roles]] table has plays = "league" or "either"'
-            yield f"league.{name} has no effect, as {how}: --set league.{name}={_default(config.league, name)}"
+        for setting_name in sorted(_changed(config.league)):
+            reason = 'no [[roles]] table has plays = "league" or "either"'
+            hint = f"--set league.{setting_name}={_default(config.league, setting_name)}"
+            yield f"league.{setting_name} has no effect, as {reason}: {hint}"
     if config.eval.every and not config.eval.sets:
         yield "eval.every has no effect without held-out sets: give an [[eval.sets]] table with a name"
 
 
 def _of_engines(config: RunConfig) -> Iterator[str]:
-    engine, set_keys = config.engine, config.engine.model_fields_set
-    if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
-        more = "give engine.replicas the GPUs of another" if engine.gpus else "--set engine.replicas=2"
-        yield f"engine.hedge_after has no effect while there is one engine: {more}"
-    if engine.weights_url is not None and config.sends_adapters:
+    engine_settings, set_keys = config.engine, config.engine.model_fields_set
+    if engine_settings.hedge_after is not None and len(engine_settings.urls or engine_settings.places) == 1:
+        hint = "give engine.replicas the GPUs of another" if engine_settings.gpus else "--set engine.replicas=2"
+        yield f"engine.hedge_after has no effect while there is one engine: {hint}"
+    if engine_settings.weights_url is not None and config.sends_adapters:
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
-    if engine.kind == "sglang" and "kv_cache_mb" in set_keys and not engine.urls:
+    if engine_settings.kind == "sglang" and "kv_cache_mb" in set_keys and not engine_settings.urls:
         yield "engine.kv_cache_mb has no effect on SGLang: --set engine.sglang.mem-fraction-static=0.8 bounds it"
-    if engine.urls and (useless := sorted(set_keys & _OF_OWN_ENGINES)):
-        yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
+    if engine_settings.urls and (useless_keys := sorted(set_keys & _OF_OWN_ENGINES)):
+        problem = "no effect on engines at engine.urls, which others start"
+        yield f"[engine] {', '.join(useless_keys)}: {problem}: leave it out"
 
 
 def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
-    changed = _changed(algo)
-    for names, useless, why in _OF_ALGORITHMS:
-        for name in names:
-            if name in changed and useless(algo):
-                yield f"{field}.{name} has no effect {why.format(field)}: {_typed(field, name, _default(algo, name))}"
+    changed_names = _changed(algo)
+    for setting_names, is_useless, reason in _OF_ALGORITHMS:
+        for setting_name in setting_names:
+            if setting_name in changed_names and is_useless(algo):
+                hint = _typed(field, setting_name, _default(algo, setting_name))
+                yield f"{field}.{setting_name} has no effect {reason.format(field)}: {hint}"
 
 
 def _typed(field: str, name: str, value: object) -> str:
@@ -97,15 +100,24 @@ def _typed(field: str, name: str, value: object) -> str:
 def _of_alarms(config: RunConfig) -> Iterator[str]:
     """An action whose alarm has no bound: an alarm without a bound never goes off."""
     alarms = config.alarms
-    for name in alarms.actions:
-        bounds = [bound for bound in type(alarms).model_fields if bound in (f"{name}_above", f"{name}_below")]
-        if bounds and getattr(alarms, bounds[0]) is None:
-            limit = _default(alarms, bounds[0]) or 0.1
-            yield f"alarms.actions.{name} has no effect without alarms.{bounds[0]}: --set alarms.{bounds[0]}={limit}"
+    for alarm_name in alarms.actions:
+        bound_names = [
+            bound_name
+            for bound_name in type(alarms).model_fields
+            if bound_name in (f"{alarm_name}_above", f"{alarm_name}_below")
+        ]
+        if bound_names and getattr(alarms, bound_names[0]) is None:
+            proposed_bound = _default(alarms, bound_names[0]) or 0.1
+            problem = f"alarms.actions.{alarm_name} has no effect without alarms.{bound_names[0]}"
+            yield f"{problem}: --set alarms.{bound_names[0]}={proposed_bound}"
 
 
 def _changed(section: BaseModel) -> set[str]:
-    return {name for name in type(section).model_fields if getattr(section, name) != _default(section, name)}
+    return {
+        setting_name
+        for setting_name in type(section).model_fields
+        if getattr(section, setting_name) != _default(section, setting_name)
+    }
 
 
 def _default(section: BaseModel, name: str) -> Any:
@@ -113,39 +125,43 @@ def _default(section: BaseModel, name: str) -> Any:
 
 
 def _of_training(config: RunConfig) -> Iterator[str]:
-    train, set_keys = config.train, config.train.model_fields_set
-    if train.optimizer == "sgd" and "betas" in set_keys:
+    train_settings, set_keys = config.train, config.train.model_fields_set
+    if train_settings.optimizer == "sgd" and "betas" in set_keys:
         yield "train.betas has no effect with train.optimizer = 'sgd': --set train.optimizer=adamw"
-    if train.warmup_steps >= train.steps and "warmup_steps" in set_keys:
-        how = f"the rate never reaches train.lr within train.steps = {train.steps}"
-        yield f"train.warmup_steps = {train.warmup_steps}: {how}: --set train.warmup_steps={train.steps // 10}"
+    if train_settings.warmup_steps >= train_settings.steps and "warmup_steps" in set_keys:
+        reason = f"the rate never reaches train.lr within train.steps = {train_settings.steps}"
+        hint = f"--set train.warmup_steps={train_settings.steps // 10}"
+        yield f"train.warmup_steps = {train_settings.warmup_steps}: {reason}: {hint}"
 
 
 def _of_deadlines(config: RunConfig) -> Iterator[str]:
     rollout, stall_s = config.rollout, config.train.stall_deadline_s
-    for name in ("turn_deadline_s", "step_deadline_s"):
-        if (value := getattr(rollout, name)) >= stall_s:
-            how = f"while every episode is in one, the run ends after train.stall_deadline_s = {stall_s:g}"
-            yield f"rollout.{name} = {value:g}: {how}: --set train.stall_deadline_s={2 * value:g}"
-    for name in ("turn_deadline_s", "episode_deadline_s"):
-        if (value := getattr(rollout, name)) > rollout.group_deadline_s:
-            how = f"longer episodes are lost to rollout.group_deadline_s = {rollout.group_deadline_s:g}"
-            yield f"rollout.{name} = {value:g}: {how}: --set rollout.group_deadline_s={2 * value:g}"
+    for deadline_name in ("turn_deadline_s", "step_deadline_s"):
+        if (deadline_s := getattr(rollout, deadline_name)) >= stall_s:
+            reason = f"while every episode is in one, the run ends after train.stall_deadline_s = {stall_s:g}"
+            yield f"rollout.{deadline_name} = {deadline_s:g}: {reason}: --set train.stall_deadline_s={2 * deadline_s:g}"
+    for deadline_name in ("turn_deadline_s", "episode_deadline_s"):
+        if (deadline_s := getattr(rollout, deadline_name)) > rollout.group_deadline_s:
+            reason = f"longer episodes are lost to rollout.group_deadline_s = {rollout.group_deadline_s:g}"
+            hint = f"--set rollout.group_deadline_s={2 * deadline_s:g}"
+            yield f"rollout.{deadline_name} = {deadline_s:g}: {reason}: {hint}"
 
 
 def _of_groups(config: RunConfig) -> Iterator[str]:
-    buffer = config.buffer
-    if buffer.synchronous and config.quorum is not None:
+    buffer_settings = config.buffer
+    if buffer_settings.synchronous and config.quorum is not None:
         yield "buffer.max_lag = 0 leaves the late members of a quorum untrained: --set buffer.max_lag=1"
 
 
 def _of_source(source: RewardSource) -> Iterator[str]:
-    changed = _changed(source)
-    useless = [
-        name for name, kinds in _OF_KINDS.items() if not {source.kind, source.measure} & {*kinds} and name in changed
+    changed_names = _changed(source)
+    useless_names = [
+        setting_name
+        for setting_name, useful_kinds in _OF_KINDS.items()
+        if not {source.kind, source.measure} & {*useful_kinds} and setting_name in changed_names
     ]
     if source.kind == "teacher" and source.weight != 1.0:
-        useless.append("weight")
-    if useless:
-        subject = f"reward source {source.source!r} of kind {source.kind!r}"
-        yield f"{subject} has no use for {', '.join(useless)}: leave it out"
+        useless_names.append("weight")
+    if useless_names:
+        source_description = f"reward source {source.source!r} of kind {source.kind!r}"
+        yield f"{source_description} has no use for {', '.join(useless_names)}: leave it out"

@@ -32,15 +32,15 @@ class _Engine(Protocol):
 
 def _taken(engine: _Engine) -> list[int]:
     """The GPUs of the engines that the run starts: the first one where `engine.replicas` names none."""
-    return [gpu for engine_gpus in engine.places for gpu in engine_gpus or [0]]
+    return [gpu_index for engine_gpus in engine.places for gpu_index in engine_gpus or [0]]
 
 
 def start_together(engine: _Engine, *, on_ray: bool) -> bool:
     """Whether all replicas of a policy may start at once: no two of them measure how much of one GPU is free."""
-    taken = _taken(engine)
+    engine_gpus = _taken(engine)
     # An engine takes a share of the memory that it finds free. Two that measure at once both count the same memory, and
     # the second one to take it fails.
-    return _each_alone(engine, on_ray) or len(set(taken)) == len(taken)
+    return _each_alone(engine, on_ray) or len(set(engine_gpus)) == len(engine_gpus)
 
 
 def starts_apart(engine: _Engine, train: Train, *, on_ray: bool) -> bool:
@@ -69,18 +69,18 @@ def check_memory_sync(engine: _Engine, train: Train, *, sync: str, on_ray: bool)
         )
     if engine.urls or on_ray:
         return
-    taken, learner = _taken(engine), set(train.gpus)
-    where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"
-    if sync == "ipc" and len(learner) > 1:
-        hint = f"the learner has {len(learner)} ranks and sends from one of them: give 'nccl'"
+    engine_gpus, learner_gpus = _taken(engine), set(train.gpus)
+    engine_place = f"the run's engines are on GPU {', '.join(map(str, sorted(set(engine_gpus))))}"
+    if sync == "ipc" and len(learner_gpus) > 1:
+        hint = f"the learner has {len(learner_gpus)} ranks and sends from one of them: give 'nccl'"
         raise ConfigError("engine.sync", sync, hint)
-    if sync == "ipc" and set(taken) != learner:
-        hint = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
+    if sync == "ipc" and set(engine_gpus) != learner_gpus:
+        hint = f"{engine_place}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
         raise ConfigError("train.device", device, hint)
-    if sync == "nccl" and learner & set(taken):
-        hint = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
+    if sync == "nccl" and learner_gpus & set(engine_gpus):
+        hint = f"{engine_place}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
         raise ConfigError("train.device", device, hint)
-    if sync == "nccl" and len(set(taken)) != len(taken):
+    if sync == "nccl" and len(set(engine_gpus)) != len(engine_gpus):
         raise ConfigError("engine.replicas", engine.replicas, "NCCL joins each GPU once: give each replica its own")
 
 
@@ -107,10 +107,10 @@ def check_colocated(engine: _Engine, train: Train, *, form: str, on_ray: bool, o
         raise ConfigError("train.optimizer", "adamw8bit", "engine.colocated moves plain tensors: give 'adamw'")
     if others:
         raise refuse(f"{', '.join(sorted(others))} would keep an engine on the same GPU: leave it out")
-    taken, learner = set(_taken(engine)), set(train.gpus)
-    if engine.kind == "embedded" and learner:
+    engine_gpus, learner_gpus = set(_taken(engine)), set(train.gpus)
+    if engine.kind == "embedded" and learner_gpus:
         hint = "the embedded engine is on the CPU and shares no GPU: leave it out, or give engine.kind = 'vllm'"
         raise refuse(hint)
-    if engine.kind == "vllm" and taken != learner:
-        where = f"the engine is on GPU {', '.join(map(str, sorted(taken)))}"
-        raise ConfigError("train.device", train.device, f"{where}, and engine.colocated shares it: give 'cuda'")
+    if engine.kind == "vllm" and engine_gpus != learner_gpus:
+        engine_place = f"the engine is on GPU {', '.join(map(str, sorted(engine_gpus)))}"
+        raise ConfigError("train.device", train.device, f"{engine_place}, and engine.colocated shares it: give 'cuda'")

@@ -80,8 +80,8 @@ def rule(settings: LeagueSettings) -> Rule:
         return lambda members: [(1 - member.beaten) ** _PFSP_POWER for member in members]
     try:
         return registry.load_reference(settings.rule)
-    except UsageError as error:
-        hint = f"give 'latest', 'uniform', 'pfsp' or module:function ({error})"
+    except UsageError as reference_error:
+        hint = f"give 'latest', 'uniform', 'pfsp' or module:function ({reference_error})"
         raise ConfigError("league.rule", settings.rule, hint) from None
 
 
@@ -89,13 +89,17 @@ def shares(members: Sequence[Member], settings: LeagueSettings) -> dict[int, flo
     """How probable each member is to be drawn, by version. Raises ConfigError for a rule that gives no such weights."""
     # The first one always: it is the fixed point against which progress shows, and a run that only meets its newest
     # selves may go round in circles without noticing.
-    among = [*members[:1], *members[1:][-settings.newest :]]
-    weights = [float(weight) for weight in rule(settings)(among)]
-    total = sum(weights)
-    if len(weights) != len(among) or min(weights) < 0 or not 0 < total < float("inf"):
-        hint = f"it must give each of {len(among)} members a weight from 0, not all of them 0; it gave {weights}"
+    candidates = [*members[:1], *members[1:][-settings.newest :]]
+    member_weights = [float(member_weight) for member_weight in rule(settings)(candidates)]
+    weight_sum = sum(member_weights)
+    if len(member_weights) != len(candidates) or min(member_weights) < 0 or not 0 < weight_sum < float("inf"):
+        rule_contract = f"it must give each of {len(candidates)} members a weight from 0, not all of them 0"
+        hint = f"{rule_contract}; it gave {member_weights}"
         raise ConfigError("league.rule", settings.rule, hint)
-    return {member.version: weight / total for member, weight in zip(among, weights, strict=True)}
+    return {
+        member.version: member_weight / weight_sum
+        for member, member_weight in zip(candidates, member_weights, strict=True)
+    }
 
 
 def past_self_roles(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, group_id: int) -> frozenset[str]:
@@ -103,11 +107,11 @@ def past_self_roles(tables: Mapping[str, str], settings: LeagueSettings, *, seed
     that either plays, one is drawn for the policy."""
     # A generator from the group's number, not one that goes on from group to group: a restarted run, or another worker,
     # draws the same for the same group.
-    chance = random.Random(f"{seed}/{group_id}")
-    if chance.random() >= settings.share:
+    generator = random.Random(f"{seed}/{group_id}")
+    if generator.random() >= settings.share:
         return frozenset()
-    either = sorted(role for role, plays in tables.items() if plays == "either")
-    return frozenset(tables) - ({chance.choice(either)} if either else frozenset())
+    either_roles = sorted(role_name for role_name, plays in tables.items() if plays == "either")
+    return frozenset(tables) - ({generator.choice(either_roles)} if either_roles else frozenset())
 
 
 def draw(members: Sequence[Member], settings: LeagueSettings, *, seed: int, group_id: int, role: str) -> int:
@@ -117,12 +121,12 @@ def draw(members: Sequence[Member], settings: LeagueSettings, *, seed: int, grou
     Each member's clock rings after a time of its own, at a rate of its share; the first wins. So one more member, or
     other shares, change few draws."""
     share_of = shares(members, settings)
-    clocks = {
-        version: -math.log(1 - random.Random(f"{seed}/{group_id}/{role}/{version}").random()) / share
-        for version, share in share_of.items()
-        if share
+    clock_by_version = {
+        version: -math.log(1 - random.Random(f"{seed}/{group_id}/{role}/{version}").random()) / member_share
+        for version, member_share in share_of.items()
+        if member_share
     }
-    return min(clocks, key=clocks.__getitem__)
+    return min(clock_by_version, key=clock_by_version.__getitem__)
 
 
 def to_json(members: Sequence[Member]) -> str:
@@ -132,5 +136,5 @@ def to_json(members: Sequence[Member]) -> str:
 
 def from_json(text: str | None) -> list[Member]:
     """Read what `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
-    tables: list[dict[str, Any]] = json.loads(text) if text else []
-    return [Member(**fields) for fields in tables] or [FIRST]
+    member_tables: list[dict[str, Any]] = json.loads(text) if text else []
+    return [Member(**member_fields) for member_fields in member_tables] or [FIRST]

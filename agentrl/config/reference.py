@@ -93,13 +93,13 @@ def all_keys() -> list[Key]:
 
 def first_keys() -> dict[str, list[Key]]:
     """The keys that matter first, by the question that they answer."""
-    keys = {key.name: key for key in all_keys()}
-    return {question: [keys[name] for name in names] for question, names in QUESTIONS.items()}
+    key_by_name = {file_key.name: file_key for file_key in all_keys()}
+    return {question: [key_by_name[key_name] for key_name in key_names] for question, key_names in QUESTIONS.items()}
 
 
 def page() -> str:
     """The table as a documentation page."""
-    lines = [
+    page_lines = [
         "# Run file",
         "",
         "For those who write a run file: every key, its default and what it means. Made by `agentrl keys --page`:",
@@ -119,157 +119,196 @@ def page() -> str:
         "Most run files set no others. `agentrl keys` prints these, `agentrl keys --all` every one.",
         "",
     ]
-    for question, keys in first_keys().items():
-        lines += [f"### {question}", "", *_table(keys), ""]
-    return "\n".join([*lines, "## Every key", "", *_table(all_keys())]) + "\n"
+    for question, question_keys in first_keys().items():
+        page_lines += [f"### {question}", "", *_table(question_keys), ""]
+    return "\n".join([*page_lines, "## Every key", "", *_table(all_keys())]) + "\n"
 
 
 def _table(keys: Sequence[Key]) -> Iterator[str]:
     yield "| key | value | default | meaning |"
     yield "| --- | --- | --- | --- |"
-    for key in keys:
-        cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    for file_key in keys:
+        row_cells = (
+            f"`{file_key.name}`",
+            file_key.kind,
+            f"`{file_key.default}`" if file_key.default else "",
+            file_key.meaning,
+        )
+        yield "| " + " | ".join(row_cell.replace("|", "\\|") for row_cell in row_cells) + " |"
 
 
 def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
-    kinds = get_type_hints(section, include_extras=True)
-    (tree,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(tree, ast.ClassDef)
+    type_hints = get_type_hints(section, include_extras=True)
+    (class_tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(class_tree, ast.ClassDef)
     # Python drops a string that follows a field, so it is read from the source. Types are read from the class: matching
     # their text was tried, and showed Python's words to users for each type that no pattern knew.
-    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+    for statement, next_statement in zip(class_tree.body, [*class_tree.body[1:], None], strict=True):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
-        if node.target.id not in section.model_fields:
+        if statement.target.id not in section.model_fields:
             continue
-        name, field = node.target.id, section.model_fields[node.target.id]
-        inner = _section_of(field.annotation)
-        if inner is Algorithm:
-            yield from _algorithms(f"{prefix}{name}.")
-        elif inner is not None:
-            several = "[]" if "list" in ast.unparse(node.annotation) else ""
-            yield from _of(inner, f"{prefix}{name}{several}.")
+        field_name, field_info = statement.target.id, section.model_fields[statement.target.id]
+        inner_section = _section_of(field_info.annotation)
+        if inner_section is Algorithm:
+            yield from _algorithms(f"{prefix}{field_name}.")
+        elif inner_section is not None:
+            list_mark = "[]" if "list" in ast.unparse(statement.annotation) else ""
+            yield from _of(inner_section, f"{prefix}{field_name}{list_mark}.")
         else:
-            yield Key(prefix + name, _kind(kinds[name]), _default(field), _docstring(below))
+            yield Key(
+                prefix + field_name, _kind(type_hints[field_name]), _default(field_info), _docstring(next_statement)
+            )
 
 
 def _docstring(statement: ast.stmt | None) -> str:
     """The text of a string that stands alone, on one line; "" for any other statement."""
     match statement:
-        case ast.Expr(value=ast.Constant(value=str(text))):
-            return " ".join(text.split())
+        case ast.Expr(value=ast.Constant(value=str(string_text))):
+            return " ".join(string_text.split())
         case _:
             return ""
 
 
 def _algorithms(prefix: str) -> Iterator[Key]:
     """The keys of all algorithms, each once: the default and meaning of most kinds, and where others differ."""
-    kinds = {kind: run_config.algorithm(kind) for kind in registry.ids("algorithms")}
-    names = ", ".join(f"`{json.dumps(kind)}`" for kind in kinds)
-    kind_key = next(key for key in _of(Algorithm, prefix) if key.name == f"{prefix}kind")
-    yield replace(kind_key, kind=names, default='"grpo"')
-    of_kind: dict[str, dict[str, Key]] = {}
-    for kind in sorted(kinds, key=lambda kind: len(kinds[kind].unused)):  # so a key stays beside its neighbours
-        for key in _of_algorithm(kinds[kind], prefix):
-            of_kind.setdefault(key.name, {})[kind] = key
-    for name, keys in of_kind.items():
-        default, *other_defaults = _by_commonness({kind: key.default for kind, key in keys.items()})
-        value, *other_values = _by_commonness({kind: key.kind for kind, key in keys.items()})
-        meaning, *other_meanings = _by_commonness({kind: key.meaning for kind, key in keys.items()})
-        values = [value[0], *(f"{_ticked(having)}: {text}" for text, having in other_values)]
-        defaults = [default[0], *(f"{', '.join(having)} {text}" for text, having in other_defaults)]
-        meanings = [meaning[0], *(f"{_ticked(having)}: {text}" for text, having in other_meanings)]
-        having_it = _having([kind for kind in kinds if kind in keys], list(kinds))
-        yield Key(name, "; ".join(values), "; ".join(defaults), having_it + " ".join(meanings))
+    class_by_kind = {kind_name: run_config.algorithm(kind_name) for kind_name in registry.ids("algorithms")}
+    quoted_kinds = ", ".join(f"`{json.dumps(kind_name)}`" for kind_name in class_by_kind)
+    kind_key = next(file_key for file_key in _of(Algorithm, prefix) if file_key.name == f"{prefix}kind")
+    yield replace(kind_key, kind=quoted_kinds, default='"grpo"')
+    keys_by_name: dict[str, dict[str, Key]] = {}
+    # The kind that uses most comes first, so a key stays beside its neighbours.
+    for kind_name in sorted(class_by_kind, key=lambda kind: len(class_by_kind[kind].unused)):
+        for file_key in _of_algorithm(class_by_kind[kind_name], prefix):
+            keys_by_name.setdefault(file_key.name, {})[kind_name] = file_key
+    for key_name, key_by_kind in keys_by_name.items():
+        common_default, *other_defaults = _by_commonness(
+            {kind_name: file_key.default for kind_name, file_key in key_by_kind.items()}
+        )
+        common_value, *other_values = _by_commonness(
+            {kind_name: file_key.kind for kind_name, file_key in key_by_kind.items()}
+        )
+        common_meaning, *other_meanings = _by_commonness(
+            {kind_name: file_key.meaning for kind_name, file_key in key_by_kind.items()}
+        )
+        value_texts = [
+            common_value[0],
+            *(f"{_ticked(other_kinds)}: {other_text}" for other_text, other_kinds in other_values),
+        ]
+        default_texts = [
+            common_default[0],
+            *(f"{', '.join(other_kinds)} {other_text}" for other_text, other_kinds in other_defaults),
+        ]
+        meaning_texts = [
+            common_meaning[0],
+            *(f"{_ticked(other_kinds)}: {other_text}" for other_text, other_kinds in other_meanings),
+        ]
+        having_it = _having([kind_name for kind_name in class_by_kind if kind_name in key_by_kind], list(class_by_kind))
+        yield Key(key_name, "; ".join(value_texts), "; ".join(default_texts), having_it + " ".join(meaning_texts))
 
 
 def _of_algorithm(algorithm: type[Algorithm], prefix: str) -> list[Key]:
     """The keys of an algorithm without its kind. A class that only gives a setting another default inherits the
     meaning, which stands in one place then."""
-    keys: dict[str, Key] = {}
-    for base in reversed(algorithm.__mro__):
-        if issubclass(base, Algorithm):
-            for key in _of(base, prefix):
-                keys[key.name] = key if key.meaning else replace(key, meaning=keys.get(key.name, key).meaning)
-    apart = {f"{prefix}{name}" for name in {"kind", *algorithm.unused}}
-    fields = algorithm.model_fields
+    key_by_name: dict[str, Key] = {}
+    for base_class in reversed(algorithm.__mro__):
+        if issubclass(base_class, Algorithm):
+            for file_key in _of(base_class, prefix):
+                key_by_name[file_key.name] = (
+                    file_key
+                    if file_key.meaning
+                    else replace(file_key, meaning=key_by_name.get(file_key.name, file_key).meaning)
+                )
+    left_out_keys = {f"{prefix}{setting_name}" for setting_name in {"kind", *algorithm.unused}}
+    model_fields = algorithm.model_fields
     return [
-        replace(key, default=_default(fields[key.name.removeprefix(prefix)]))
-        for key in keys.values()
-        if key.name not in apart
+        replace(file_key, default=_default(model_fields[file_key.name.removeprefix(prefix)]))
+        for file_key in key_by_name.values()
+        if file_key.name not in left_out_keys
     ]
 
 
 def _by_commonness(texts: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     """Different texts with the kinds that have them, the commonest text first, then by the kinds."""
     kinds_of: dict[str, list[str]] = {}
-    for kind, text in texts.items():
-        kinds_of.setdefault(text, []).append(kind)
+    for kind_name, kind_text in texts.items():
+        kinds_of.setdefault(kind_text, []).append(kind_name)
     return sorted(kinds_of.items(), key=lambda entry: (-len(entry[1]), entry[1]))
 
 
 def _having(having: Sequence[str], kinds: Sequence[str]) -> str:
     """The beginning of a meaning: the kinds that have the key, or those that lack it if they are fewer."""
-    lacking = [kind for kind in kinds if kind not in having]
-    if not lacking:
+    lacking_kinds = [kind_name for kind_name in kinds if kind_name not in having]
+    if not lacking_kinds:
         return ""
-    return f"all but {_ticked(lacking)}: " if len(lacking) < len(having) else f"{_ticked(having)}: "
+    return f"all but {_ticked(lacking_kinds)}: " if len(lacking_kinds) < len(having) else f"{_ticked(having)}: "
 
 
 def _ticked(kinds: Sequence[str]) -> str:
-    return ", ".join(f"`{kind}`" for kind in kinds)
+    return ", ".join(f"`{kind_name}`" for kind_name in kinds)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
+    for possible_class in (annotation, *get_args(annotation)):
+        if isinstance(possible_class, type) and issubclass(possible_class, BaseModel):
+            return possible_class
     return None
 
 
 def _kind(annotation: Any) -> str:
     """The values that an annotation takes, in words."""
-    kind, limits = _bare(annotation)
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{json.dumps(value)}`" for value in parts)
-    if get_origin(kind) in (Union, UnionType):
-        words = [_kind(Annotated[part, *limits] if limits else part) for part in parts if part is not NoneType]
-        return ", or ".join([*words, "`false`"] if NoneType in parts else words)
-    if get_origin(kind) is list:
-        return f"list of {_several(_kind(parts[0]))}"
-    if get_origin(kind) is tuple:
-        return f"{_COUNTS[len(parts)]} {_several(_kind(parts[0]))}"
-    if kind not in _WORDS:
+    bare_type, constraints = _bare(annotation)
+    type_parts = get_args(bare_type)
+    if get_origin(bare_type) is Literal:
+        return ", ".join(f"`{json.dumps(literal_value)}`" for literal_value in type_parts)
+    if get_origin(bare_type) in (Union, UnionType):
+        part_words = [
+            _kind(Annotated[type_part, *constraints] if constraints else type_part)
+            for type_part in type_parts
+            if type_part is not NoneType
+        ]
+        return ", or ".join([*part_words, "`false`"] if NoneType in type_parts else part_words)
+    if get_origin(bare_type) is list:
+        return f"list of {_several(_kind(type_parts[0]))}"
+    if get_origin(bare_type) is tuple:
+        return f"{_COUNTS[len(type_parts)]} {_several(_kind(type_parts[0]))}"
+    if bare_type not in _WORDS:
         return "table"
-    return "".join([_WORDS[kind], *_range(limits)])
+    return "".join([_WORDS[bare_type], *_range(constraints)])
 
 
 def _bare(annotation: Any) -> tuple[Any, list[Any]]:
     """A type without its constraints, and these."""
     if get_origin(annotation) is not Annotated:
         return annotation, []
-    kind, *fields = get_args(annotation)
-    return kind, [limit for field in fields for limit in getattr(field, "metadata", [field])]
+    bare_type, *constraint_fields = get_args(annotation)
+    return bare_type, [
+        constraint
+        for constraint_field in constraint_fields
+        for constraint in getattr(constraint_field, "metadata", [constraint_field])
+    ]
 
 
 def _range(limits: Sequence[Any]) -> Iterator[str]:
     """The least and the greatest value, in words."""
-    for limit in limits:
-        if isinstance(limit, Ge):
-            yield f" from {limit.ge}"
-        elif isinstance(limit, Gt):
-            yield f" above {limit.gt}"
-        elif isinstance(limit, Le):
-            yield f" to {limit.le}" if any(isinstance(other, Ge) for other in limits) else f", up to {limit.le}"
-        elif isinstance(limit, Lt):
-            yield f", below {limit.lt}"
+    for constraint in limits:
+        if isinstance(constraint, Ge):
+            yield f" from {constraint.ge}"
+        elif isinstance(constraint, Gt):
+            yield f" above {constraint.gt}"
+        elif isinstance(constraint, Le):
+            yield (
+                f" to {constraint.le}"
+                if any(isinstance(other_limit, Ge) for other_limit in limits)
+                else f", up to {constraint.le}"
+            )
+        elif isinstance(constraint, Lt):
+            yield f", below {constraint.lt}"
 
 
 def _several(words: str) -> str:
-    first, _, rest = words.partition(" ")
-    return f"{_SEVERAL.get(first, first)} {rest}".rstrip()
+    first_word, _, other_words = words.partition(" ")
+    return f"{_SEVERAL.get(first_word, first_word)} {other_words}".rstrip()
 
 
 def _default(field: Any) -> str:

@@ -59,17 +59,17 @@ class WithRoles:
     @property
     def algo_by_role(self) -> dict[str, Algorithm]:
         """The algorithms of the roles that have their own, in every environment."""
-        return {table.name: table.algo for table in self.roles if table.algo is not None}
+        return {role_table.name: role_table.algo for role_table in self.roles if role_table.algo is not None}
 
     @property
     def adapted_roles(self) -> tuple[str, ...]:
         """The roles that have an adapter of their own."""
-        return tuple(table.name for table in self.roles if table.adapter)
+        return tuple(role_table.name for role_table in self.roles if role_table.adapter)
 
     @property
     def role_models(self) -> dict[str, str]:
         """The models of the roles that train one of their own."""
-        return {table.name: table.model for table in self.roles if table.model is not None}
+        return {role_table.name: role_table.model for role_table in self.roles if role_table.model is not None}
 
     def model_of(self, role: str | None) -> str:
         """Return the model that a role begins with; for None, the model of the roles that share one."""
@@ -78,23 +78,27 @@ class WithRoles:
     @property
     def own_roles(self) -> tuple[str, ...]:
         """The roles that have a policy of their own: an adapter or a model."""
-        return tuple(table.name for table in self.roles if table.adapter or table.model is not None)
+        return tuple(role_table.name for role_table in self.roles if role_table.adapter or role_table.model is not None)
 
     def algorithms_of(self, role: str | None) -> Mapping[str, Algorithm]:
         """Return the algorithms that may train the model of a role with its own, or for None the model of all others,
         by the field that names them."""
-        tables = {f"roles.{number}.algo": table for number, table in enumerate(self.roles)}
-        tables_of = {field: tables[field] for field in self.algorithms if field in tables}
-        mine = [field for field, table in tables_of.items() if table.name == role]
-        shared = [
-            field for field in self.algorithms if field not in tables_of or (not role and not tables_of[field].model)
+        table_by_field = {f"roles.{table_index}.algo": role_table for table_index, role_table in enumerate(self.roles)}
+        tables_of = {
+            field_name: table_by_field[field_name] for field_name in self.algorithms if field_name in table_by_field
+        }
+        own_fields = [field_name for field_name, role_table in tables_of.items() if role_table.name == role]
+        shared_fields = [
+            field_name
+            for field_name in self.algorithms
+            if field_name not in tables_of or (not role and not tables_of[field_name].model)
         ]
-        return {field: self.algorithms[field] for field in mine or shared}
+        return {field_name: self.algorithms[field_name] for field_name in own_fields or shared_fields}
 
     @property
     def league_roles(self) -> dict[str, str]:
         """The roles that past selves play, and whether they always do ("league") or in some groups ("either")."""
-        return {table.name: table.plays for table in self.roles if table.plays != "self"}
+        return {role_table.name: role_table.plays for role_table in self.roles if role_table.plays != "self"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +121,29 @@ def check(
     tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, engines: Engines, share: float = 1.0
 ) -> None:
     """`frozen` roles are not trained; past selves play in a `share` of the groups. Raises ConfigError."""
-    seen: set[str] = set()
-    for number, table in enumerate(tables):
-        if table.name in seen:
-            raise ConfigError(f"roles.{number}.name", table.name, "another [[roles]] table has this name: join the two")
-        seen.add(table.name)
-        if table.algo is not None and table.name in frozen:
-            hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
-            raise ConfigError(f"roles.{number}.algo", table.algo.kind, hint)
-        if table.plays != "self":
-            _check_league(f"roles.{number}", table, frozen, train=train, engines=engines, never_learns=share == 1.0)
-        if table.adapter:
-            _check_adapter(f"roles.{number}", table, frozen, train=train, engines=engines)
-    either = [f"roles.{number}.plays" for number, table in enumerate(tables) if table.plays == "either"]
-    if len(either) == 1:
-        raise ConfigError(either[0], "either", "give it to two roles or more: each group draws one for the policy")
+    seen_names: set[str] = set()
+    for table_index, role_table in enumerate(tables):
+        if role_table.name in seen_names:
+            raise ConfigError(
+                f"roles.{table_index}.name", role_table.name, "another [[roles]] table has this name: join the two"
+            )
+        seen_names.add(role_table.name)
+        if role_table.algo is not None and role_table.name in frozen:
+            hint = f"rollout.roles gives {role_table.name} to a policy that does not learn: leave one of the two out"
+            raise ConfigError(f"roles.{table_index}.algo", role_table.algo.kind, hint)
+        if role_table.plays != "self":
+            _check_league(
+                f"roles.{table_index}", role_table, frozen, train=train, engines=engines, never_learns=share == 1.0
+            )
+        if role_table.adapter:
+            _check_adapter(f"roles.{table_index}", role_table, frozen, train=train, engines=engines)
+    either_fields = [
+        f"roles.{table_index}.plays" for table_index, role_table in enumerate(tables) if role_table.plays == "either"
+    ]
+    if len(either_fields) == 1:
+        raise ConfigError(
+            either_fields[0], "either", "give it to two roles or more: each group draws one for the policy"
+        )
 
 
 def _check_league(
@@ -140,10 +152,10 @@ def _check_league(
     if table.name in frozen:
         hint = f"rollout.roles gives {table.name} to another policy: leave one of the two out"
         raise ConfigError(f"{field}.plays", table.plays, hint)
-    for name in ("algo", "adapter"):
-        if table.plays == "league" and never_learns and (value := getattr(table, name)):
+    for setting_name in ("algo", "adapter"):
+        if table.plays == "league" and never_learns and (setting_value := getattr(table, setting_name)):
             hint = f"{field}.plays = 'league' gives the role to past selves, so it learns nothing: leave it out"
-            raise ConfigError(f"{field}.{name}", value, hint)
+            raise ConfigError(f"{field}.{setting_name}", setting_value, hint)
     if not train.lora_rank:
         hint = "past selves are adapters beside each other: train one (train.lora_rank = 16, for instance)"
         raise ConfigError(f"{field}.plays", table.plays, hint)
@@ -157,8 +169,8 @@ def _check_adapter(field: str, table: RoleTable, frozen: Collection[str], *, tra
     if not train.lora_rank:
         raise ConfigError(f"{field}.adapter", True, "say how large an adapter is: train.lora_rank = 16, for instance")
     engines.check_adapters(f"{field}.adapter needs engines that hold several adapters: give 'auto'")
-    if (ranks := train.parallel.ranks) > 1:
-        raise ConfigError("train.parallel.ranks", ranks, f"{field}.adapter is trained by one rank: leave it out")
+    if (rank_count := train.parallel.ranks) > 1:
+        raise ConfigError("train.parallel.ranks", rank_count, f"{field}.adapter is trained by one rank: leave it out")
     _check_name(field, table)
 
 
@@ -177,38 +189,40 @@ def check_models(
     rewards: Sequence[RewardSource],
 ) -> None:
     """Raises ConfigError for what a run cannot have beside roles that train a model of their own."""
-    for number, table in enumerate(config.roles):
-        if table.model is None:
+    for table_index, role_table in enumerate(config.roles):
+        if role_table.model is None:
             continue
-        field = f"roles.{number}.model"
-        _check_name(f"roles.{number}", table)
-        if table.name in frozen:
-            hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
-            raise ConfigError(field, table.model, hint)
-        _check_beside(field, config, train=train)
+        model_field = f"roles.{table_index}.model"
+        _check_name(f"roles.{table_index}", role_table)
+        if role_table.name in frozen:
+            hint = f"rollout.roles gives {role_table.name} to a policy that does not learn: leave one of the two out"
+            raise ConfigError(model_field, role_table.model, hint)
+        _check_beside(model_field, config, train=train)
         if not engines.transport.serves_role_models:
-            raise ConfigError("engine.sync", engines.sync, f"the weights of {field} travel as whole files: give 'auto'")
+            raise ConfigError(
+                "engine.sync", engines.sync, f"the weights of {model_field} travel as whole files: give 'auto'"
+            )
         if engines.urls:
-            hint = f"the run starts the engines of {field} itself: leave it out and give engine.replicas"
+            hint = f"the run starts the engines of {model_field} itself: leave it out and give engine.replicas"
             raise ConfigError("engine.urls", engines.urls, hint)
         if engines.on_ray:
-            raise ConfigError("cluster.launcher", "ray", f"Ray places no engines for {field}: give 'local'")
-        for algo_field, algo in config.algorithms_of(table.name).items():
-            if algo.slots.critic == "shared":
-                hint = f"it is on the trunk of the run's model, and {table.name} has another model: give 'own'"
+            raise ConfigError("cluster.launcher", "ray", f"Ray places no engines for {model_field}: give 'local'")
+        for algo_field, role_algorithm in config.algorithms_of(role_table.name).items():
+            if role_algorithm.slots.critic == "shared":
+                hint = f"it is on the trunk of the run's model, and {role_table.name} has another model: give 'own'"
                 raise ConfigError(f"{algo_field}.critic", "shared", hint)
-        if any(source.kind == "teacher" and source.url == "policy" for source in rewards):
-            hint = f"{field} makes two policies, of which none teaches both: give the URL of a server"
+        if any(reward_source.kind == "teacher" and reward_source.url == "policy" for reward_source in rewards):
+            hint = f"{model_field} makes two policies, of which none teaches both: give the URL of a server"
             raise ConfigError("rewards.url", "policy", hint)
 
 
 def _check_beside(field: str, config: WithRoles, *, train: Train) -> None:
     """`field` trains all weights, by one rank."""
-    for number, table in enumerate(config.roles):
-        for name in ("adapter", "plays"):
-            if (value := getattr(table, name)) not in (False, "self"):
+    for table_index, role_table in enumerate(config.roles):
+        for setting_name in ("adapter", "plays"):
+            if (setting_value := getattr(role_table, setting_name)) not in (False, "self"):
                 hint = f"it is of adapters, and {field} trains all weights: leave one of the two out"
-                raise ConfigError(f"roles.{number}.{name}", value, hint)
+                raise ConfigError(f"roles.{table_index}.{setting_name}", setting_value, hint)
     if train.lora_rank:
         hint = f"{field} trains all weights of every model: leave it out, or give the role adapter = true for its model"
         raise ConfigError("train.lora_rank", train.lora_rank, hint)
@@ -240,5 +254,5 @@ class LearnerSettings(WithRoles):
 
     def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
         """Return the algorithm that trains a role in the tasks of an environment."""
-        by_role = self.algo_by_role
-        return by_role[role] if role in by_role else self.algo_by_env.get(env, self.algo)
+        algorithm_by_role = self.algo_by_role
+        return algorithm_by_role[role] if role in algorithm_by_role else self.algo_by_env.get(env, self.algo)

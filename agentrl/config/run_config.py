@@ -61,9 +61,9 @@ MAX_LORA_RANK = 512  # that vLLM takes
 
 def key_in(variable: str, field: str) -> EngineKey:
     """The key in an environment variable that the setting `field` names. Raises ConfigError if it is not set."""
-    if not (key := os.environ.get(variable)):
+    if not (variable_value := os.environ.get(variable)):
         raise ConfigError(field, variable, "this environment variable is not set: export it")
-    return EngineKey.of(key)
+    return EngineKey.of(variable_value)
 
 
 class TaskTable(_Section):
@@ -263,7 +263,7 @@ class Rollout(_Section):
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
         the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.
         All must have the tokenizer of the run's model."""
-        return {role: policy for role, policy in self.roles.items() if policy != "trained"}
+        return {role_name: role_policy for role_name, role_policy in self.roles.items() if role_policy != "trained"}
 
     def frozen_models(self) -> set[str]:
         """Return the models of `frozen_roles` for which the run has to start an engine."""
@@ -373,13 +373,13 @@ class EngineSettings(_Section):
     @field_validator("urls")
     @classmethod
     def _roots(cls, urls: list[str]) -> list[str]:
-        return [check_url("engine.urls", url).rstrip("/").removesuffix("/v1") for url in urls]
+        return [check_url("engine.urls", engine_url).rstrip("/").removesuffix("/v1") for engine_url in urls]
 
     def with_key(self, key: EngineKey) -> Self:
         """Return these settings for the process that made this key for the engines that the run starts."""
-        other = self.model_copy()
-        other._own_key = key
-        return other
+        copied_settings = self.model_copy()
+        copied_settings._own_key = key
+        return copied_settings
 
     @property
     def own_key(self) -> EngineKey | None:
@@ -440,9 +440,10 @@ class EngineSettings(_Section):
             raise ConfigError("engine.sglang", self.sglang, hint)
         if self.kind != "sglang":
             return self
-        for name in ("colocated", "weights_url"):
-            if value := getattr(self, name):
-                raise ConfigError(f"engine.{name}", value, "SGLang is not run so here: leave it out, or take 'vllm'")
+        for setting_name in ("colocated", "weights_url"):
+            if setting_value := getattr(self, setting_name):
+                hint = "SGLang is not run so here: leave it out, or take 'vllm'"
+                raise ConfigError(f"engine.{setting_name}", setting_value, hint)
         return self
 
     @field_validator("vllm")
@@ -517,10 +518,11 @@ class RunConfig(WithRoles, _Section):
         """How new weights travel, the name of a transport: that of `engine.sync`. `auto` is the adapter alone where one
         is trained and the engine is vLLM, or roles have their own. An adapter that does not travel alone is
         merged first."""
-        engine = self.engine
-        takes_adapters = engine.kind == "vllm" or bool(self.adapted_roles or self.league_roles)
-        adapters, objects = takes_adapters and bool(self.train.lora_rank), engine.weights_url is not None
-        return weight_sync.chosen(engine.sync, adapters=adapters, objects=objects)
+        engine_settings = self.engine
+        takes_adapters = engine_settings.kind == "vllm" or bool(self.adapted_roles or self.league_roles)
+        holds_adapters = takes_adapters and bool(self.train.lora_rank)
+        has_object_store = engine_settings.weights_url is not None
+        return weight_sync.chosen(engine_settings.sync, adapters=holds_adapters, objects=has_object_store)
 
     @property
     def transport(self) -> Transport:
@@ -531,15 +533,16 @@ class RunConfig(WithRoles, _Section):
     def quorum(self) -> int | None:
         """How many scored members close a group; the others are trained when they end. None: the last member closes it,
         as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
-        close = self.buffer.close
-        if close == "full" or (close == "auto" and self.buffer.synchronous):
+        closing_rule = self.buffer.close
+        if closing_rule == "full" or (closing_rule == "auto" and self.buffer.synchronous):
             return None
-        if isinstance(close, int):
-            return close
-        size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
+        if isinstance(closing_rule, int):
+            return closing_rule
+        group_size = self.rollout.group_size
+        least_members = max(algo.least_members for algo in self.algorithms.values())
         # Three in four: long episodes are the ones that come late, so a smaller quorum would fill the steps with short
         # ones. The late members are not lost, they are trained when they end.
-        return max(2, least, 3 * size // 4) if size > 1 else None
+        return max(2, least_members, 3 * group_size // 4) if group_size > 1 else None
 
     @property
     def eval_sampling(self) -> SamplingParams:
@@ -560,27 +563,29 @@ class RunConfig(WithRoles, _Section):
     def algorithms(self) -> dict[str, Algorithm]:
         """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`, `roles.0.algo`."""
         by_task = {
-            f"tasks.{number}.algo": table.algo for number, table in enumerate(self.tasks) if table.algo is not None
+            f"tasks.{number}.algo": task_table.algo
+            for number, task_table in enumerate(self.tasks)
+            if task_table.algo is not None
         }
         # `[algo]` counts only if some tasks use it: an algorithm that trains nothing must not refuse the group size of
         # one that does.
-        default = {"algo": self.algo} if len(by_task) < max(1, len(self.tasks)) else {}
-        by_role = {
-            f"roles.{number}.algo": table.algo for number, table in enumerate(self.roles) if table.algo is not None
-        }
-        return default | by_task | by_role
+        default_algorithm = {"algo": self.algo} if len(by_task) < max(1, len(self.tasks)) else {}
+        by_role = {f"roles.{number}.algo": role.algo for number, role in enumerate(self.roles) if role.algo is not None}
+        return default_algorithm | by_task | by_role
 
     @property
     def environments(self) -> tuple[str, ...]:
         """The environments of the training tasks, each once."""
-        return tuple(dict.fromkeys(table.id or self.env.id for table in self.tasks)) or (self.env.id,)
+        return tuple(dict.fromkeys(task_table.id or self.env.id for task_table in self.tasks)) or (self.env.id,)
 
     def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
         """Return the algorithm that trains a role in the tasks of an environment."""
         if role in self.algo_by_role:
             return self.algo_by_role[role]
-        algos = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
-        return next(algos, self.algo)
+        task_algorithms = (
+            task_table.algo for task_table in self.tasks if task_table.algo and (task_table.id or self.env.id) == env
+        )
+        return next(task_algorithms, self.algo)
 
     @property
     def learner(self) -> LearnerSettings:
@@ -589,7 +594,7 @@ class RunConfig(WithRoles, _Section):
             model=self.model,
             train=self.train,
             algo=self.algo,
-            algo_by_env={env: self.algo_of(env) for env in self.environments},
+            algo_by_env={environment: self.algo_of(environment) for environment in self.environments},
             roles=self.roles,
             named=self.algorithms,
             seed=self.seed,
@@ -616,21 +621,21 @@ class RunConfig(WithRoles, _Section):
         """Take `env.id` from the first [[tasks]] table if [env] has none. Raises ConfigError for an `env.id` that none
         of these tables plays, since it would have no effect."""
         match document:
-            case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
-                read = [
+            case {"env": {"id": str(env_id)}, "tasks": [{"id": str()}, *_] as tables}:
+                task_tables = [
                     cast("dict[str, Any]", each_table)
                     for each_table in cast("list[Any]", tables)
                     if isinstance(each_table, dict)
                 ]
-                played = [str(table.get("id") or id) for table in read]
-                if id not in played:
-                    hint = f"no [[tasks]] table plays it (they name {', '.join(played)}): leave it out"
-                    raise ConfigError("env.id", id, hint)
+                played_ids = [str(task_table.get("id") or env_id) for task_table in task_tables]
+                if env_id not in played_ids:
+                    hint = f"no [[tasks]] table plays it (they name {', '.join(played_ids)}): leave it out"
+                    raise ConfigError("env.id", env_id, hint)
                 return document
             case {"env": {"id": _}} | {"env": BaseModel()}:
                 return document
-            case {"tasks": [{"id": id}, *_]} if isinstance(document.get("env", {}), dict):
-                return {**document, "env": {**document.get("env", {}), "id": id}}
+            case {"tasks": [{"id": env_id}, *_]} if isinstance(document.get("env", {}), dict):
+                return {**document, "env": {**document.get("env", {}), "id": env_id}}
             case _:
                 return document
 
@@ -641,14 +646,18 @@ class RunConfig(WithRoles, _Section):
         if rollout.max_tokens_per_turn >= rollout.max_context:
             hint = f"must be below rollout.max_context = {rollout.max_context}"
             raise ConfigError("rollout.max_tokens_per_turn", rollout.max_tokens_per_turn, hint)
-        compaction, room = rollout.compaction, rollout.max_context - rollout.max_tokens_per_turn
-        if compaction is not None and compaction.at * rollout.max_context > room:
-            hint = f"leave rollout.max_tokens_per_turn for the policy's notes: at most {room / rollout.max_context:.2f}"
+        compaction, prompt_tokens = rollout.compaction, rollout.max_context - rollout.max_tokens_per_turn
+        if compaction is not None and compaction.at * rollout.max_context > prompt_tokens:
+            largest_share = prompt_tokens / rollout.max_context
+            hint = f"leave rollout.max_tokens_per_turn for the policy's notes: at most {largest_share:.2f}"
             raise ConfigError("rollout.compaction.at", compaction.at, hint)
-        least = max(algo.least_members for algo in self.algorithms.values())
-        if rollout.pivot is not None and not least <= rollout.pivot.k <= rollout.group_size:
-            size = f"at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"
-            hint = f"must be {size}" if rollout.pivot.k >= least else f"must be at least {least} for this algorithm"
+        least_members = max(algo.least_members for algo in self.algorithms.values())
+        if rollout.pivot is not None and not least_members <= rollout.pivot.k <= rollout.group_size:
+            hint = f"must be at least {least_members} for this algorithm"
+            if rollout.pivot.k >= least_members:
+                hint = (
+                    f"must be at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"
+                )
             raise ConfigError("rollout.pivot.k", rollout.pivot.k, hint)
         if rollout.max_running < rollout.group_size:
             raise ConfigError(
@@ -680,20 +689,21 @@ class RunConfig(WithRoles, _Section):
             raise ConfigError("rollout.top_k", self.rollout.top_k, hint)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         cluster_settings.check(self.cluster, self.engine, self.train, several=bool(self.role_models))
-        others = {*rollout.frozen_models(), *self.role_models.values()}
-        if others and self.engine.kind == "sglang":
-            hint = f"the run starts no SGLang for other models ({', '.join(sorted(others))}): give their engines' URLs"
+        other_models = {*rollout.frozen_models(), *self.role_models.values()}
+        if other_models and self.engine.kind == "sglang":
+            model_names = ", ".join(sorted(other_models))
+            hint = f"the run starts no SGLang for other models ({model_names}): give their engines' URLs"
             raise ConfigError("engine.kind", "sglang", hint)
-        gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=others)
+        gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=other_models)
         if self.curriculum is not None:
-            for number, table in enumerate(self.tasks):
-                if table.epochs is not None:
+            for table_index, task_table in enumerate(self.tasks):
+                if task_table.epochs is not None:
                     hint = "a curriculum decides how often a task is played: leave it out"
-                    raise ConfigError(f"tasks.{number}.epochs", table.epochs, hint)
+                    raise ConfigError(f"tasks.{table_index}.epochs", task_table.epochs, hint)
         self._possible_engines_of_evaluation()
-        names = [held_out.name for held_out in self.eval.sets]
-        if len(set(names)) != len(names):
-            raise ConfigError("eval.sets", names, "give each set a name of its own")
+        set_names = [held_out.name for held_out in self.eval.sets]
+        if len(set(set_names)) != len(set_names):
+            raise ConfigError("eval.sets", set_names, "give each set a name of its own")
         return self
 
     def _possible_engines_of_evaluation(self) -> None:
@@ -703,9 +713,9 @@ class RunConfig(WithRoles, _Section):
             raise ConfigError("eval.engines", evaluation.engines, "vLLM alone takes GPUs: give the number of engines")
         if not evaluation.engines:
             return
-        memory = f"engine.sync = {self.sync!r} sends weights to the engines of training alone: give 'full'"
+        memory_reason = f"engine.sync = {self.sync!r} sends weights to the engines of training alone: give 'full'"
         reasons = {
-            memory: self.syncs_memory,
+            memory_reason: self.syncs_memory,
             "engine.colocated shares its GPU by turns: leave it out": engine.colocated,
             "the run starts no engines beside engine.urls: leave them out": bool(engine.urls),
             "it starts none of SGLang: give engine.kind = 'vllm', or leave it out": engine.kind == "sglang",
@@ -716,24 +726,25 @@ class RunConfig(WithRoles, _Section):
             ),
             "name their GPUs, as [[1], [2]]": engine.kind == "vllm" and not any(evaluation.engine_gpus),
         }
-        for hint, holds in reasons.items():
-            if holds:
+        for hint, is_wrong in reasons.items():
+            if is_wrong:
                 raise ConfigError("eval.engines", evaluation.engines, hint)
 
     def _possible_algorithms(self) -> None:
         """Tasks of one environment have one algorithm, by which the learner knows theirs."""
-        first: dict[str, int] = {}
-        for number, table in enumerate(self.tasks):
-            env = table.id or self.env.id
-            if (table.algo or self.algo) != (self.tasks[first.setdefault(env, number)].algo or self.algo):
-                hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
-                raise ConfigError(f"tasks.{number}.algo", (table.algo or self.algo).kind, hint)
-        frozen, share = self.rollout.frozen_roles(), self.league.share
-        engines = role_settings.Engines(
+        first_tables: dict[str, int] = {}
+        for table_index, task_table in enumerate(self.tasks):
+            environment, algo = task_table.id or self.env.id, task_table.algo or self.algo
+            first_index = first_tables.setdefault(environment, table_index)
+            if algo != (self.tasks[first_index].algo or self.algo):
+                hint = f"tasks.{first_index} plays {environment} too, with another algorithm: give both the same"
+                raise ConfigError(f"tasks.{table_index}.algo", algo.kind, hint)
+        frozen_roles, league_share = self.rollout.frozen_roles(), self.league.share
+        engine_facts = role_settings.Engines(
             sync=self.sync, transport=self.transport, urls=self.engine.urls, on_ray=self.cluster.on_ray
         )
-        role_settings.check(self.roles, frozen, train=self.train, engines=engines, share=share)
-        role_settings.check_models(self, frozen, train=self.train, engines=engines, rewards=self.rewards)
+        role_settings.check(self.roles, frozen_roles, train=self.train, engines=engine_facts, share=league_share)
+        role_settings.check_models(self, frozen_roles, train=self.train, engines=engine_facts, rewards=self.rewards)
         algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
 
 
@@ -743,12 +754,12 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     Raises ConfigError for a bad setting, UsageError for a file that cannot be read or parsed."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read run file {str(path)!r}: {error.strerror}") from error
+    except OSError as file_error:
+        raise UsageError(f"cannot read run file {str(path)!r}: {file_error.strerror}") from file_error
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no run file: it is not a text in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    except tomllib.TOMLDecodeError as file_error:
+        raise UsageError(f"{path} is not valid TOML: {file_error}") from file_error
     for override in overrides or []:
         apply_override(document, override)
     return parse(document, folder=path.parent)
@@ -763,8 +774,11 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
         raise config_error(error, RunConfig) from None
     # Made absolute once, here: the processes of a run have other working folders than the shell in which the run file
     # was named.
-    beside = {name: [entry.beside(folder) for entry in getattr(config, name)] for name in ("tasks", "rewards")}
-    return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
+    resolved_tables = {
+        section_name: [table_entry.beside(folder) for table_entry in getattr(config, section_name)]
+        for section_name in ("tasks", "rewards")
+    }
+    return config.model_copy(update={**resolved_tables, "sandbox": config.sandbox.beside(folder)})
 
 
 def to_json(config: RunConfig, *, defaults: bool = True) -> str:
@@ -775,10 +789,10 @@ def to_json(config: RunConfig, *, defaults: bool = True) -> str:
 
 def from_json(text: str, path: object = "the run's configuration") -> RunConfig:
     """Read what `to_json` wrote. Raises FormatError, which names `path`, if its format is another."""
-    stored = json.loads(text)
-    document = cast("dict[str, Any]", stored if isinstance(stored, dict) else {})
-    format = document.pop("format", 0)
+    stored_value = json.loads(text)
+    document = cast("dict[str, Any]", stored_value if isinstance(stored_value, dict) else {})
+    stored_format = document.pop("format", 0)
     # Looked at before the settings are: another format's unknown keys would be reported as mistakes of the user.
-    if format != RUN_FORMAT:
-        raise FormatError(path, "run format", format, RUN_FORMAT)
+    if stored_format != RUN_FORMAT:
+        raise FormatError(path, "run format", stored_format, RUN_FORMAT)
     return parse(document)

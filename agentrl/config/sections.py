@@ -33,12 +33,12 @@ Resume = Literal["tokens", "turns", "episode", "group"]
 
 def check_template(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a chat template as they are. Raises ConfigError for what they may not be."""
-    if ours := sorted({"messages", "tools", "add_generation_prompt"} & arguments.keys()):
-        raise ConfigError("template", ours, "an episode says these itself: leave them out")
+    if own_names := sorted({"messages", "tools", "add_generation_prompt"} & arguments.keys()):
+        raise ConfigError("template", own_names, "an episode says these itself: leave them out")
     try:
         json.dumps(arguments)
-    except TypeError as error:
-        raise ConfigError("template", arguments, f"a chat template takes what JSON can say: {error}") from None
+    except TypeError as json_error:
+        raise ConfigError("template", arguments, f"a chat template takes what JSON can say: {json_error}") from None
     return arguments
 
 
@@ -47,14 +47,17 @@ def switched_off(table: dict[str, Any], model: type[BaseModel]) -> dict[str, Any
     TOML has no null. A setting that takes a text keeps "off"."""
 
     def admits(name: str, kind: type) -> bool:
-        parts = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
-        return kind in [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts]
+        type_parts = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
+        return kind in [
+            get_args(type_part)[0] if get_origin(type_part) is Annotated else type_part for type_part in type_parts
+        ]
 
     return {
-        name: None
-        if admits(name, NoneType) and (value is False or (value == "off" and not admits(name, str)))
-        else value
-        for name, value in table.items()
+        setting_name: None
+        if admits(setting_name, NoneType)
+        and (setting_value is False or (setting_value == "off" and not admits(setting_name, str)))
+        else setting_value
+        for setting_name, setting_value in table.items()
     }
 
 
@@ -337,23 +340,24 @@ class RewardSource(Section):
         """The key for `url`. Raises ConfigError if the variable that should hold it is not set."""
         if self.api_key_env is None:
             return None
-        if not (key := os.environ.get(self.api_key_env)):
+        if not (variable_value := os.environ.get(self.api_key_env)):
             raise ConfigError(
                 "rewards.api_key_env", self.api_key_env, "this environment variable is not set: export it"
             )
-        return key
+        return variable_value
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        needed = {
+        needed_by_kind = {
             "callable": ("call",),
             "tests": ("command",),
             "judge": ("url", "rubric"),
             "overlong": ("margin_tokens",),
         }
-        for name in needed.get(self.measure, ("url",)):
-            if not getattr(self, name):
-                raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
+        for setting_name in needed_by_kind.get(self.measure, ("url",)):
+            if not getattr(self, setting_name):
+                hint = f"a source of kind {self.kind!r} needs it"
+                raise ConfigError(f"rewards.{setting_name}", getattr(self, setting_name), hint)
         if self.url is not None and not (self.kind == "teacher" and self.url == "policy"):
             check_url("rewards.url", self.url)
         # Ng et al. (1999): shaping leaves the best policy as it is because the differences add up to nothing over an
@@ -462,14 +466,14 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _named(self) -> Self:
-        names = [held_out.name for held_out in self.sets]
-        if unknown := [name for name in self.during or () if name not in names]:
+        set_names = [held_out.name for held_out in self.sets]
+        if unknown_names := [during_name for during_name in self.during or () if during_name not in set_names]:
             hint = (
-                f"no held-out set of that name: give some of {', '.join(names)}"
-                if names
+                f"no held-out set of that name: give some of {', '.join(set_names)}"
+                if set_names
                 else "there is no [[eval.sets]]"
             )
-            raise ConfigError("eval.during", unknown[0], hint)
+            raise ConfigError("eval.during", unknown_names[0], hint)
         return self
 
     @property
@@ -489,8 +493,11 @@ class Evaluation(Section):
     def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
         """How to sample in an evaluation of a run that trains with `training`. A vLLM that returns kept sets takes no
         greedy request, so it gets top-k 1 at temperature 1."""
-        overrides = {name: getattr(self, name) for name in ("temperature", "top_p")}
-        sampling = replace(training, **{name: value for name, value in overrides.items() if value is not None})
+        overrides = {setting_name: getattr(self, setting_name) for setting_name in ("temperature", "top_p")}
+        sampling = replace(
+            training,
+            **{setting_name: own_value for setting_name, own_value in overrides.items() if own_value is not None},
+        )
         if sampling.temperature == 0 and training.cuts and engine == "vllm":
             return replace(sampling, temperature=1.0, top_k=1)
         return sampling
@@ -498,25 +505,25 @@ class Evaluation(Section):
 
 def check_temperatures(engine: str, **temperatures: float | None) -> None:
     """Raises ConfigError for a temperature, by its section, that vLLM refuses or would change silently."""
-    for section, temperature in temperatures.items():
+    for section_name, temperature in temperatures.items():
         if engine == "vllm" and temperature and not 0.01 <= temperature <= 2:
             hint = "vLLM samples at 0.01 to 2, and takes what is colder for 0.01: give one in between"
-            raise ConfigError(f"{section}.temperature", temperature, hint)
+            raise ConfigError(f"{section_name}.temperature", temperature, hint)
 
 
 def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_deadline_s: float) -> None:
     """Raises ConfigError for sources of one name, one for which a run would wait until it ends as standing still, or
     one that punishes a turn from before its first of `max_tokens` on."""
-    names = [source.source for source in sources]
-    if len(set(names)) != len(names):
-        raise ConfigError("rewards.source", names, "each source has a name of its own")
-    for source in sources:
-        if source.margin_tokens is not None and source.margin_tokens > max_tokens:
+    source_names = [reward_source.source for reward_source in sources]
+    if len(set(source_names)) != len(source_names):
+        raise ConfigError("rewards.source", source_names, "each source has a name of its own")
+    for reward_source in sources:
+        if reward_source.margin_tokens is not None and reward_source.margin_tokens > max_tokens:
             hint = f"must be at most rollout.max_tokens_per_turn = {max_tokens}, where a turn is cut"
-            raise ConfigError("rewards.margin_tokens", source.margin_tokens, hint)
-        if source.deadline_s >= stall_deadline_s:
+            raise ConfigError("rewards.margin_tokens", reward_source.margin_tokens, hint)
+        if reward_source.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
-            raise ConfigError("rewards.deadline_s", source.deadline_s, hint)
+            raise ConfigError("rewards.deadline_s", reward_source.deadline_s, hint)
 
 
 URL_SCHEMES = ("http://", "https://", "unix://")
@@ -526,8 +533,8 @@ URL_SCHEMES = ("http://", "https://", "unix://")
 def check_url(field: str, url: str) -> str:
     """Return the URL of a server unchanged. Raises ConfigError for one that no server can have."""
     try:
-        parts = urlsplit(url)
-        is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        url_parts = urlsplit(url)
+        is_complete = url_parts.scheme in ("http", "https") and url_parts.hostname and url_parts.port != 0
         is_complete = is_complete or url.startswith("unix:///")
     except ValueError:  # of the port
         is_complete = False
@@ -545,37 +552,48 @@ def check_weights_url(weights_url: str | None) -> None:
 
 def config_error(error: ValidationError, model: type[BaseModel], section: tuple[str, ...] = ()) -> ConfigError:
     """The first thing wrong with a document of `model`, which is the run file's `section`: field, value and hint."""
-    first = error.errors()[0]
-    place = _place(model, first["loc"])
-    field = ".".join(str(part) for part in (*section, *place))
-    if len(place) < len(first["loc"]):  # pydantic has an error for each kind of value, and its own name for the kind
-        of_kinds = [other for other in error.errors() if other["loc"][: len(place)] == place]
-        hints = dict.fromkeys(_hint(other["msg"]).removeprefix("Input ") for other in of_kinds)
-        value = min(of_kinds, key=lambda other: len(other["loc"]))["input"]
-        return ConfigError(field, value, ", or ".join(hints))
-    if first["type"] == "extra_forbidden":
-        known_keys, last = _keys_of(model, first["loc"][:-1]), str(first["loc"][-1])
-        near = difflib.get_close_matches(last, known_keys, n=1)
+    first_error = error.errors()[0]
+    setting_path = _place(model, first_error["loc"])
+    field_name = ".".join(str(path_part) for path_part in (*section, *setting_path))
+    # Pydantic has an error for each kind of value, and its own name for the kind.
+    if len(setting_path) < len(first_error["loc"]):
+        kind_errors = [
+            other_error for other_error in error.errors() if other_error["loc"][: len(setting_path)] == setting_path
+        ]
+        corrections = dict.fromkeys(_hint(other_error["msg"]).removeprefix("Input ") for other_error in kind_errors)
+        wrong_value = min(kind_errors, key=lambda other: len(other["loc"]))["input"]
+        return ConfigError(field_name, wrong_value, ", or ".join(corrections))
+    if first_error["type"] == "extra_forbidden":
+        known_keys, last_key = _keys_of(model, first_error["loc"][:-1]), str(first_error["loc"][-1])
+        close_keys = difflib.get_close_matches(last_key, known_keys, n=1)
         hint = (
-            f"no such key; did you mean {near[0]!r}?"
-            if near
+            f"no such key; did you mean {close_keys[0]!r}?"
+            if close_keys
             else f"no such key; known: {', '.join(sorted(known_keys))}"
         )
-        return ConfigError(field, first["input"], hint)
-    if first["type"] == "missing":
-        return ConfigError(field, None, "give it a value", is_missing=True)
-    hint, value = _hint(first["msg"]), first["input"]
-    if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
-        value = {name: each_value for name, each_value in cast("dict[str, Any]", value).items() if name in hint}
-    return ConfigError(field, value, hint)
+        return ConfigError(field_name, first_error["input"], hint)
+    if first_error["type"] == "missing":
+        return ConfigError(field_name, None, "give it a value", is_missing=True)
+    hint, wrong_value = _hint(first_error["msg"]), first_error["input"]
+    if isinstance(wrong_value, dict):  # settings of a section that do not go together: those that the hint names
+        wrong_value = {
+            setting_name: each_value
+            for setting_name, each_value in cast("dict[str, Any]", wrong_value).items()
+            if setting_name in hint
+        }
+    return ConfigError(field_name, wrong_value, hint)
 
 
 def _hint(message: str) -> str:
     """A message of pydantic in the words of a run file, which has lists and tables."""
-    words = message.removeprefix("Value error, ")
-    for python, toml in (("a valid tuple", "a list"), ("a valid list", "a list"), ("a valid dictionary", "a table")):
-        words = words.replace(python, toml)
-    return words
+    hint_words = message.removeprefix("Value error, ")
+    for python_words, toml_words in (
+        ("a valid tuple", "a list"),
+        ("a valid list", "a list"),
+        ("a valid dictionary", "a table"),
+    ):
+        hint_words = hint_words.replace(python_words, toml_words)
+    return hint_words
 
 
 def read_section(model: type[_Section], settings: _Section | Mapping[str, Any] | None, name: str) -> _Section:
@@ -591,25 +609,25 @@ def read_section(model: type[_Section], settings: _Section | Mapping[str, Any] |
 
 def _place(model: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The path of a setting, without what pydantic puts behind one that takes several kinds of values."""
-    for index, part in enumerate(loc):
-        if isinstance(part, int):
+    for part_index, path_part in enumerate(loc):
+        if isinstance(path_part, int):
             continue
-        if part not in getattr(model, "model_fields", {}):
+        if path_part not in getattr(model, "model_fields", {}):
             break
-        annotation = model.model_fields[part].annotation
-        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-        if get_origin(annotation) in (Union, UnionType) and len(kinds) > 1:
-            return loc[: index + 1]
-        model = kinds[0] if kinds else annotation
+        annotation = model.model_fields[path_part].annotation
+        value_kinds = [value_kind for value_kind in get_args(annotation) if value_kind is not NoneType]
+        if get_origin(annotation) in (Union, UnionType) and len(value_kinds) > 1:
+            return loc[: part_index + 1]
+        model = value_kinds[0] if value_kinds else annotation
     return loc
 
 
 def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:
     """The keys of the table at `path`, which pydantic gives for an unknown key: a close one is proposed."""
-    for part in path:
-        if isinstance(part, int):
+    for path_part in path:
+        if isinstance(path_part, int):
             continue
-        annotation = model.model_fields[part].annotation
+        annotation = model.model_fields[path_part].annotation
         if get_origin(annotation) is not None:  # a list of sections, or a section that may be left out
             annotation = get_args(annotation)[0]
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -635,13 +653,13 @@ class DockerSettings(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        parts = urlsplit(self.base_url or "")
-        if self.base_url and (parts.scheme not in ("tcp", "unix") or not (parts.netloc or parts.path)):
+        url_parts = urlsplit(self.base_url or "")
+        if self.base_url and (url_parts.scheme not in ("tcp", "unix") or not (url_parts.netloc or url_parts.path)):
             raise ConfigError("sandbox.docker.base_url", self.base_url, "give tcp://HOST:2376 or unix:///PATH")
-        if parts.scheme == "tcp" and self.cert_path is None:
+        if url_parts.scheme == "tcp" and self.cert_path is None:
             hint = f"{self.base_url} is reached over TLS alone: give the folder of ca.pem, cert.pem and key.pem"
             raise ConfigError("sandbox.docker.cert_path", None, hint)
-        if parts.scheme != "tcp" and self.cert_path is not None:
+        if url_parts.scheme != "tcp" and self.cert_path is not None:
             hint = "it is for an engine over TLS: give base_url = 'tcp://HOST:2376' as well, or leave it out"
             raise ConfigError("sandbox.docker.cert_path", self.cert_path, hint)
         return self
@@ -655,8 +673,8 @@ class BubblewrapSettings(Section):
 
     @model_validator(mode="after")
     def _absolute(self) -> Self:
-        for source, target in self.readonly.items():
-            if not (source.startswith("/") and target.startswith("/")):
+        for source_path, target_path in self.readonly.items():
+            if not (source_path.startswith("/") and target_path.startswith("/")):
                 hint = "give absolute paths: { '/opt/agents' = '/opt/agents' }"
                 raise ConfigError("sandbox.bubblewrap.readonly", self.readonly, hint)
         return self
@@ -679,8 +697,8 @@ class Sandboxes(Section):
         """Return these settings with a folder of certificates taken from `folder`."""
         if self.docker.cert_path is None:
             return self
-        path = str((folder / Path(self.docker.cert_path).expanduser()).resolve())
-        return self.model_copy(update={"docker": self.docker.model_copy(update={"cert_path": path})})
+        certificate_path = str((folder / Path(self.docker.cert_path).expanduser()).resolve())
+        return self.model_copy(update={"docker": self.docker.model_copy(update={"cert_path": certificate_path})})
 
     def arguments(self) -> dict[str, dict[str, Any]]:
         """Return the arguments of each backend's constructor, by its registry id."""

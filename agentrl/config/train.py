@@ -21,21 +21,25 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequence[str]) -> None:
     """Raises ConfigError if so many ranks, a setting of `[train.parallel]`, cannot divide a number that the config.json
     of a model has, or if it has none of them."""
-    parts = {name: count for name in counts if isinstance(count := model.get(name), int) and count}
-    if ranks > 1 and not parts:
+    count_by_name = {
+        count_name: model_count
+        for count_name in counts
+        if isinstance(model_count := model.get(count_name), int) and model_count
+    }
+    if ranks > 1 and not count_by_name:
         raise ConfigError(f"train.parallel.{key}", ranks, f"the model's config.json has no {counts[0]}: give 1")
-    for name, count in parts.items():
-        if count % ranks:
-            may = " or ".join(str(divisor) for divisor in range(1, ranks) if count % divisor == 0)
-            hint = f"the model's {name} = {count} cannot be divided by it: give {may}"
+    for count_name, model_count in count_by_name.items():
+        if model_count % ranks:
+            possible_ranks = " or ".join(str(divisor) for divisor in range(1, ranks) if model_count % divisor == 0)
+            hint = f"the model's {count_name} = {model_count} cannot be divided by it: give {possible_ranks}"
             raise ConfigError(f"train.parallel.{key}", ranks, hint)
 
 
 def check_experts(engine: str, routed: bool | Literal["required"]) -> None:
     """Raises ConfigError for an engine that cannot report experts."""
     if routed and engine != "vllm":
-        why = "the embedded engine has no mixtures" if engine == "embedded" else "SGLang does not say their shape"
-        raise ConfigError("engine.routed_experts", routed, f"{why}: take 'vllm'")
+        reason = "the embedded engine has no mixtures" if engine == "embedded" else "SGLang does not say their shape"
+        raise ConfigError("engine.routed_experts", routed, f"{reason}: take 'vllm'")
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -65,18 +69,24 @@ class ParallelPlan(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for name in ("tensor", "expert"):
-            if self.ranks % (width := getattr(self, name)):
-                may = " or ".join(str(divisor) for divisor in range(1, self.ranks + 1) if self.ranks % divisor == 0)
-                hint = f"it has to divide train.parallel.ranks = {self.ranks}: give {may}"
-                raise ConfigError(f"train.parallel.{name}", width, hint)
+        for setting_name in ("tensor", "expert"):
+            if self.ranks % (setting_value := getattr(self, setting_name)):
+                possible_values = " or ".join(
+                    str(divisor) for divisor in range(1, self.ranks + 1) if self.ranks % divisor == 0
+                )
+                hint = f"it has to divide train.parallel.ranks = {self.ranks}: give {possible_values}"
+                raise ConfigError(f"train.parallel.{setting_name}", setting_value, hint)
         if self.ranks % (self.context * self.tensor):
-            most = self.ranks // self.tensor
-            may = " or ".join(str(divisor) for divisor in range(1, most + 1) if most % divisor == 0)
-            beside = f"train.parallel.ranks = {self.ranks}"
+            most_groups = self.ranks // self.tensor
+            possible_values = " or ".join(
+                str(divisor) for divisor in range(1, most_groups + 1) if most_groups % divisor == 0
+            )
+            divided_number = f"train.parallel.ranks = {self.ranks}"
             if self.tensor > 1:
-                beside += f" by train.parallel.tensor = {self.tensor}"
-            raise ConfigError("train.parallel.context", self.context, f"it has to divide {beside}: give {may}")
+                divided_number += f" by train.parallel.tensor = {self.tensor}"
+            raise ConfigError(
+                "train.parallel.context", self.context, f"it has to divide {divided_number}: give {possible_values}"
+            )
         return self
 
 
@@ -234,8 +244,8 @@ class Train(Section):
         """GPUs of the learner's ranks; none on a CPU."""
         if self.device == "cpu":
             return []
-        first, *others = (int(number) for number in (self.device.partition(":")[2] or "0").split(","))
-        return [first, *others] if others else list(range(first, first + self.parallel.ranks))
+        first_gpu, *other_gpus = (int(gpu_number) for gpu_number in (self.device.partition(":")[2] or "0").split(","))
+        return [first_gpu, *other_gpus] if other_gpus else list(range(first_gpu, first_gpu + self.parallel.ranks))
 
     @model_validator(mode="after")
     def _of_ranks(self) -> Self:
@@ -252,12 +262,13 @@ class Train(Section):
         if self.optimizer == "adamw8bit" and self.offload_optimizer:
             hint = "its moments of 8 bits stay beside the weights: give false, or train.optimizer = 'adamw'"
             raise ConfigError("train.offload_optimizer", True, hint)
-        over = f"over {self.parallel.ranks} ranks (train.parallel.ranks)"
+        over_ranks = f"over {self.parallel.ranks} ranks (train.parallel.ranks)"
         if self.parallel.ranks > 1 and self.optimizer == "adamw8bit":
-            hint = f"{over} its blocks cannot be cut anew: give 'adamw' with train.offload_optimizer = true, or 'muon'"
+            problem = f"{over_ranks} its blocks cannot be cut anew"
+            hint = f"{problem}: give 'adamw' with train.offload_optimizer = true, or 'muon'"
             raise ConfigError("train.optimizer", self.optimizer, hint)
         if self.parallel.ranks > 1 and self.holds_bfloat16:
-            hint = f"{over} shards are float32 masters, and layers are gathered in bfloat16 anyway: leave it out"
+            hint = f"{over_ranks} shards are float32 masters, and layers are gathered in bfloat16 anyway: leave it out"
             raise ConfigError("train.weights", self.weights, hint)
         return self
 
@@ -273,9 +284,13 @@ class Train(Section):
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Self:
         if not self.lora_rank:
-            for name in ("lora_alpha", "lora_targets"):
-                if getattr(self, name):
-                    raise ConfigError(f"train.{name}", getattr(self, name), "it is for an adapter: set train.lora_rank")
-        if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
-            raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
+            for setting_name in ("lora_alpha", "lora_targets"):
+                if setting_value := getattr(self, setting_name):
+                    hint = "it is for an adapter: set train.lora_rank"
+                    raise ConfigError(f"train.{setting_name}", setting_value, hint)
+        if outer_targets := [
+            target_name for target_name in self.lora_targets if target_name.endswith(("lm_head", "embed_tokens"))
+        ]:
+            hint = "an adapter leaves embedding and output layer as they are"
+            raise ConfigError("train.lora_targets", outer_targets, hint)
         return self

@@ -66,43 +66,50 @@ def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str
     """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with the
     reason from there, and for a name that no argument can have."""
     # Both spellings are one argument: otherwise `max_model_len` would pass by the list that refuses `max-model-len`.
-    by_flag = {name.replace("_", "-"): value for name, value in arguments.items()}
-    for name, value in by_flag.items():
+    value_by_flag = {
+        argument_name.replace("_", "-"): argument_value for argument_name, argument_value in arguments.items()
+    }
+    for argument_name, argument_value in value_by_flag.items():
         # A name becomes a word of a command line. One with a blank or an equals sign could bring along a second
         # argument that the list above refuses.
-        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-            raise ConfigError(f"{table}.{name}", value, f"write its long name, as {example}")
-        if name in reserved:
-            raise ConfigError(f"{table}.{name}", value, reserved[name])
-    return by_flag
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", argument_name):
+            raise ConfigError(f"{table}.{argument_name}", argument_value, f"write its long name, as {example}")
+        if argument_name in reserved:
+            raise ConfigError(f"{table}.{argument_name}", argument_value, reserved[argument_name])
+    return value_by_flag
 
 
 def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """How a server is split over `gpus` GPUs: its layers, over those that the splits in `arguments` leave. Raises
     ConfigError if these splits need another number of GPUs."""
-    sizes = {name: arguments[name] for name in _SPLITS if name in arguments}
-    if any(type(size) is not int or size < 1 for size in sizes.values()):
+    split_sizes = {split_name: arguments[split_name] for split_name in _SPLITS if split_name in arguments}
+    if any(type(split_size) is not int or split_size < 1 for split_size in split_sizes.values()):
         return {}  # vLLM says what is wrong with it
-    product = math.prod(cast("dict[str, int]", sizes).values())
-    layers = 1 if _LAYERS in sizes else max(1, gpus // product)
-    if layers * product != gpus:
-        needed = ", ".join(str(gpu) for gpu in range(product))
-        hint = f"they need {product} GPUs for each replica, and it has {gpus}: give engine.replicas = [[{needed}]]"
-        raise ConfigError("engine.vllm", sizes, hint)
-    return {_LAYERS: layers} if layers > 1 else {}
+    product = math.prod(cast("dict[str, int]", split_sizes).values())
+    layer_splits = 1 if _LAYERS in split_sizes else max(1, gpus // product)
+    if layer_splits * product != gpus:
+        example_gpus = ", ".join(str(gpu_index) for gpu_index in range(product))
+        hint = (
+            f"they need {product} GPUs for each replica, and it has {gpus}: give engine.replicas = [[{example_gpus}]]"
+        )
+        raise ConfigError("engine.vllm", split_sizes, hint)
+    return {_LAYERS: layer_splits} if layer_splits > 1 else {}
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments as words of a command line: a flag for true, the flag that switches it off for false, JSON
     for a table, one word for each item of a list."""
     command_line: list[str] = []
-    for name, value in arguments.items():
-        if isinstance(value, bool):
-            command_line.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list | tuple):
-            command_line += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
+    for argument_name, argument_value in arguments.items():
+        if isinstance(argument_value, bool):
+            command_line.append(f"--{argument_name}" if argument_value else f"--no-{argument_name}")
+        elif isinstance(argument_value, list | tuple):
+            command_line += [
+                f"--{argument_name}",
+                *(_word(list_item) for list_item in cast("Sequence[Any]", argument_value)),
+            ]
         else:
-            command_line += [f"--{name}", _word(value)]
+            command_line += [f"--{argument_name}", _word(argument_value)]
     return command_line
 
 

@@ -30,8 +30,8 @@ def transport_of(name: str) -> Transport:
     """A transport of ours, or one that a package offers. Raises ConfigError."""
     try:
         return cast(Transport, registry.resolve("weight_transports", name))
-    except UnknownIdError as error:
-        raise ConfigError("engine.sync", name, f"{error}; or give 'auto'") from None
+    except UnknownIdError as registry_error:
+        raise ConfigError("engine.sync", name, f"{registry_error}; or give 'auto'") from None
 
 
 def chosen(sync: str, *, adapters: bool, objects: bool) -> str:

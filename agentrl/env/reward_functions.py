@@ -103,10 +103,10 @@ class RewardFunction:
     def _batch(self, answer: Answer) -> Any:
         columns: dict[str, Any] = {column_name: [cell_value] for column_name, cell_value in answer.row.items()}
         completion_messages: list[Any] = list(answer.messages) or [{"role": "assistant", "content": answer.completion}]
-        asked_prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
+        prompt_argument: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
         arguments = {
             **columns,
-            "prompts": [asked_prompt],
+            "prompts": [prompt_argument],
             "completions": [completion_messages if answer.talk else answer.completion],
         }
         if answer.environment is not None:
