@@ -1,17 +1,18 @@
 """Trains language-model agents with reinforcement learning.
 
 Names are imported when first used: `import agentrl` loads neither torch nor transformers. It registers the installed
-environments with gymnasium, so that `gymnasium.make("agentrl/Calculator-v0")` works afterwards.
+environments with gymnasium, so that `gymnasium.make("agentrl/Calculator-v0")` works afterwards. In the process of the
+`agentrl` command `agentrl.env` does that: most commands play nothing, and gymnasium with numpy is half of their start.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from agentrl.host.installation import other_project
 from agentrl.host.user_warnings import show_as_lines
-from agentrl.registration import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
     from agentrl.env import Env as Env
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from agentrl.env import ToolEnv as ToolEnv
     from agentrl.env import tool as tool
     from agentrl.env.checks.check_env import check_env as check_env
+    from agentrl.registration import make as make
+    from agentrl.registration import make_vec as make_vec
+    from agentrl.registration import register as register
     from agentrl.run.callbacks.callback import Callback as Callback
     from agentrl.run.callbacks.callback import EpisodeEnded as EpisodeEnded
     from agentrl.run.callbacks.callback import EvalEnded as EvalEnded
@@ -54,6 +58,9 @@ _WHERE = {
     "check_env": "agentrl.env.checks.check_env",
     "evaluate": "agentrl.run.evaluation.evaluate",
     "load_run": "agentrl.run.reporting.load_run",
+    "make": "agentrl.registration",
+    "make_vec": "agentrl.registration",
+    "register": "agentrl.registration",
     "tool": "agentrl.env",
 }
 
@@ -101,4 +108,5 @@ if foreign := other_project():
     hint = "pip uninstall agentrl, then install this one from its checkout or its wheel file"
     raise ImportError(f"files of another project named agentrl are installed here ({foreign}): {hint}")
 show_as_lines()
-register_all()
+if "agentrl_command" not in sys.modules:
+    importlib.import_module("agentrl.registration")

@@ -10,6 +10,7 @@ AgentRLError
 │   └── EnvCheckFailed         an environment breaks its contract
 ├── WornOut                    a process asks to be started anew (exit code 4)
 ├── RunFailed                  the run cannot go on (exit code 1); journaled data stays
+│   ├── WrongWeights           a restarted engine computes with other weights than it claims
 │   └── CallbackError          a callback of the user's raised
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
@@ -104,6 +105,10 @@ class EnvCheckFailed(UsageError):
 
 class RunFailed(AgentRLError):
     """The run cannot go on. All journaled data stays; `agentrl train --resume` goes on from it."""
+
+
+class WrongWeights(RunFailed):
+    """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
 class CallbackError(RunFailed):

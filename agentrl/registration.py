@@ -1,6 +1,7 @@
 """Ids of environments, in our registry and in gymnasium's, so that `agentrl.make` and `gymnasium.make` both know them.
 
-An environment's code is imported only when the environment is made.
+An environment's code is imported only when the environment is made. To import this module registers all that installed
+packages offer.
 """
 
 from __future__ import annotations
@@ -194,3 +195,6 @@ def _tell_gymnasium(id: str, *, nondeterministic: bool = False) -> None:
         nondeterministic=nondeterministic,
         additional_wrappers=(_JUDGED,),
     )
+
+
+register_all()

@@ -18,7 +18,7 @@ def health(
 ) -> None:
     """Say what goes wrong in a run: the cause, the figures that show it, and what to type. Changes nothing. Exit code
     0: nothing does; 1: there is advice; 2: the run cannot be read."""
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
     from agentrl.run.health.examine import examine
     from agentrl.run.health.run_facts import facts_of
     from agentrl.run.run_folder import RunDir

@@ -20,7 +20,7 @@ _RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run di
 def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """Show the scores, duration and cost of each reward source of a run, and the means of the environment's reward
     functions in its first and last ten steps."""
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
     from agentrl.run.reward_services import by_function, failures, reports
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore

@@ -135,7 +135,7 @@ def _last(file: IO[bytes], n: int) -> list[str]:
 
 def _tell(log: Path, *lines: str) -> None:
     """Print what a policy and its programs printed, without control characters: none reaches the terminal."""
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
 
     for log_line in lines:
         print(printable(f"{log.stem}: {log_line}"), flush=True)

@@ -46,7 +46,7 @@ def status(
 
 
 def _show_run(path: Path, *, as_json: bool) -> None:
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
     from agentrl.run.reporting import status as run_status
     from agentrl.run.run_folder import RunDir
 

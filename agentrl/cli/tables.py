@@ -19,7 +19,7 @@ def console() -> Console:
 
 def print_line(text: str) -> None:
     """Print one line, whose words may be a model's or a server's: they set no colours and do not drive the terminal."""
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
 
     console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
 

@@ -14,6 +14,7 @@ from gymnasium.utils import RecordConstructorArgs
 
 from agentrl.env.core import Env, ResetResult, StepResult, as_messages
 from agentrl.env.image_parts import with_images
+from agentrl.host.terminal_text import printable
 from agentrl.records import Message, StopReason
 from agentrl.tokens import images
 
@@ -76,11 +77,4 @@ def shown(message: Message) -> str:
     image_sizes = [f"[image of {image.width} x {image.height} pixels]" for image in images.of_messages([plain_message])]
     return "\n".join(
         [f"[{plain_message['role']}]", *map(printable, plain_message["content"].splitlines()), *image_sizes]
-    )
-
-
-def printable(text: str) -> str:
-    """Model text without control characters: it must not drive a terminal."""
-    return "".join(
-        character if character.isprintable() or character == "\t" else f"\\x{ord(character):02x}" for character in text
     )

@@ -13,9 +13,9 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.config import parse
-from agentrl.errors import RunFailed
+from agentrl.errors import RunFailed, WrongWeights
 from agentrl.run.children.engine_health import EngineWatch
-from agentrl.run.children.engine_process import SupervisedEngine, WrongWeights
+from agentrl.run.children.engine_process import SupervisedEngine
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.processes.supervised_child import Child

@@ -17,7 +17,7 @@ from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import resume_overrides
 from agentrl.run.children.learner import WatchedLearner
 from agentrl.run.children.run_children import RunChildren
-from agentrl.run.cluster import autoscaler, scale_requests, scaling
+from agentrl.run.cluster import scale_requests, scaling
 from agentrl.run.cluster.scaling import NoRoom, Size
 from agentrl.run.cluster.split_gains import gains
 from agentrl.run.run_folder import RunDir
@@ -133,11 +133,11 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
 def test_a_reader_is_told_the_last_decision(tmp_path: Path) -> None:
     run = made(tmp_path)
     with RunStore.open(run.store_path) as store:
-        assert autoscaler.line(store) is None
+        assert scale_requests.last_decision(store) is None
         store.metrics.record(
             "controller", 4, {"split": [2, 1], "to": [1, 2], "why": "1 + 2 promises +40% tokens a second"}
         )
         store.metrics.record("controller", 5, {"split": None, "was": [2, 1], "took_s": 3.0, "refused": None})
-        told = autoscaler.line(store)
+        told = scale_requests.last_decision(store)
     assert told == "2 + 1 (engines + ranks) moves to 1 + 2: 1 + 2 promises +40% tokens a second"
     assert json.loads(typed("status", run.path, "--json").output)["split"] == told

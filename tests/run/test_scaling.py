@@ -17,10 +17,10 @@ from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.config import parse
-from agentrl.errors import AgentRLError, ConfigError, EngineBroke, EngineTimeout, UsageError
+from agentrl.errors import AgentRLError, ConfigError, EngineBroke, EngineTimeout, UsageError, WrongWeights
 from agentrl.run import resume_overrides
 from agentrl.run.children import engine_process as engines
-from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
 from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import scale_requests, scaling

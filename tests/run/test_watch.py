@@ -19,11 +19,11 @@ from agentrl.engine.weight_sync import weight_lock as module
 from agentrl.engine.weight_sync.adapters import AdapterClient
 from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.weight_lock import exclusive
-from agentrl.errors import matters
+from agentrl.errors import WrongWeights, matters
 from agentrl.records import WeightVersion
 from agentrl.run.children import engine_health, engine_process
 from agentrl.run.children.engine_health import EngineWatch
-from agentrl.run.children.engine_process import WrongWeights, current_weights
+from agentrl.run.children.engine_process import current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks

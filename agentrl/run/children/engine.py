@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, WrongWeights
 from agentrl.host.ports import free_port
 from agentrl.run.children.child_secrets import withheld_from_engine
 from agentrl.run.children.engine_health import EngineWatch
 from agentrl.run.children.engine_metrics import EngineMetrics
-from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
 from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.run_folder import RunDir

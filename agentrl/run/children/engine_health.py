@@ -26,8 +26,8 @@ from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
-from agentrl.errors import AgentRLError, EngineError, StoreAway
-from agentrl.run.children.engine_process import ServedWeights, WrongWeights, fit, go_on, halts, prove
+from agentrl.errors import AgentRLError, EngineError, StoreAway, WrongWeights
+from agentrl.run.children.engine_process import ServedWeights, fit, go_on, halts, prove
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks
 

@@ -37,6 +37,7 @@ from agentrl.errors import (
     ModelError,
     RunFailed,
     WeightSyncError,
+    WrongWeights,
 )
 from agentrl.host.janitor import OwnedFolder
 from agentrl.models.resolve import model_dir
@@ -70,10 +71,6 @@ class ServedWeights:
     canary: Canary | None = None
     past: Mapping[int, Path] = field(default_factory=dict[int, Path])  # adapters of past selves that play, by version
     store: object_store.ObjectFolder | None = None
-
-
-class WrongWeights(RunFailed):
-    """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
 def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role: str | None = None) -> ServedWeights:

@@ -38,6 +38,7 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.planning.simulate.measured import measure, start_up_steps
 from agentrl.records import Json
 from agentrl.run.cluster import scale_requests
+from agentrl.run.cluster.scale_requests import DECISIONS, split_of
 from agentrl.run.cluster.scaling import Size, requested_size
 from agentrl.run.cluster.split_gains import gains
 from agentrl.run.run_folder import RunDir
@@ -141,7 +142,6 @@ class AutoscaleRule:
 
 
 _MARGIN = 2.0  # times the measured cost of a move that it has to earn
-KIND = "controller"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,9 +183,9 @@ class Controller:
         self._judged = max((metric_row.step for metric_row in store.metrics.values("step")), default=0)
         # Also moves that a rollback undid: they happened, and cost what they cost. A run that crashes after every move
         # would otherwise make the same one again and again.
-        for metric_row in store.metrics.values(KIND, undone=True):
+        for metric_row in store.metrics.values(DECISIONS, undone=True):
             if target_split := metric_row.values.get("to"):
-                self._judge.moved(_split(metric_row.values["split"]), _split(target_split), metric_row.time_s)
+                self._judge.moved(split_of(metric_row.values["split"]), split_of(target_split), metric_row.time_s)
 
     def _rows(self, store: RunStore) -> tuple[dict[str, Any], Split, list[Metric]]:
         """The learner that runs, the requested split, and the steps of this learner."""
@@ -287,7 +287,7 @@ class Controller:
             "took_s": self._cost_s,
             "refused": refusal,
         }
-        await self.writes(lambda _: self.telemetry.record(KIND, first.step, move_row))
+        await self.writes(lambda _: self.telemetry.record(DECISIONS, first.step, move_row))
         return refusal is None
 
     async def _record(self, step: int, sight: WindowFigures, decision: Decision) -> None:
@@ -300,18 +300,4 @@ class Controller:
             "to": None if decision.to is None else list(decision.to),
             "why": decision.why,
         }
-        await self.writes(lambda _: self.telemetry.record(KIND, step, look_row))
-
-
-def _split(numbers: Any) -> Split:
-    return Split(*(int(number) for number in numbers))
-
-
-def line(store: RunStore) -> str | None:
-    """The last decision, for a reader; None if none was made."""
-    look_rows = [look_row.values for look_row in store.metrics.values(KIND) if look_row.values["split"]]
-    if not look_rows:
-        return None
-    last_look = look_rows[-1]
-    move_text = "stays" if last_look["to"] is None else f"moves to {_split(last_look['to'])}"
-    return f"{_split(last_look['split'])} (engines + ranks) {move_text}: {last_look['why']}"
+        await self.writes(lambda _: self.telemetry.record(DECISIONS, step, look_row))

@@ -1,5 +1,6 @@
 """The row of a run's store with the requested numbers of engines, workers and ranks; it counts before the run file.
 Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and a learner reads its ranks as it starts.
+It also reads back what the autoscaler decided, so that `agentrl status` needs no simulator.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from agentrl.store import RunStore
 from agentrl.store.run_values import REQUESTED_SIZE
 
 Meta = Callable[[str], str | None]
+DECISIONS = "controller"
+"""Kind of the metrics in which the autoscaler writes what it decided."""
 
 
 def requested(meta: Meta) -> dict[str, Any]:
@@ -62,3 +65,18 @@ def take_back(store: RunStore, why: str) -> None:
 def refused(meta: Meta) -> str | None:
     """Why the last requested split was taken back, if it was."""
     return cast("str | None", requested(meta).get("refused"))
+
+
+def split_of(numbers: Any) -> Split:
+    """The split that a row of the store has as two numbers."""
+    return Split(*(int(number) for number in numbers))
+
+
+def last_decision(store: RunStore) -> str | None:
+    """The autoscaler's last decision, for a reader; None if it made none."""
+    decisions = [row.values for row in store.metrics.values(DECISIONS) if row.values["split"]]
+    if not decisions:
+        return None
+    last = decisions[-1]
+    action = "stays" if last["to"] is None else f"moves to {split_of(last['to'])}"
+    return f"{split_of(last['split'])} (engines + ranks) {action}: {last['why']}"

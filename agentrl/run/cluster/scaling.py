@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
-from agentrl.run.children.engine_process import WrongWeights
+from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError, WrongWeights
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scale_requests import Meta, requested
 from agentrl.run.processes.restart_budget import RestartBudget

@@ -94,7 +94,7 @@ def measured(
         if env is None:
             if not subject_path.is_dir():
                 refuse_missing_folder(str(subject))
-            elif not any(path.glob("*config.json")):
+            elif not any(subject_path.glob("*config.json")):
                 raise UsageError(f"{subject} holds neither a run nor a model: name a folder that does")
             raise UsageError(f"{subject} is a model: name the environment with --env")
         document = {"model": str(subject), "env": {"id": env}}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from agentrl.env.gymnasium_wrappers import printable
+from agentrl.host.terminal_text import printable
 from agentrl.run.health import episode_checks, flow_checks, learning_checks, reward_checks, weight_checks
 from agentrl.run.health.advice import Advice
 from agentrl.run.health.run_facts import RECENT, RunFacts

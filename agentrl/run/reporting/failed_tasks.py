@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.env.gymnasium_wrappers import printable
 from agentrl.env.tasks import row_id, task_id
 from agentrl.errors import split_place
+from agentrl.host.terminal_text import printable
 from agentrl.records import Task
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.store import FailedTask, RunStore

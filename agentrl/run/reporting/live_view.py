@@ -25,9 +25,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.env.gymnasium_wrappers import printable
 from agentrl.host import json_log
 from agentrl.host.nonblocking_output import waiting_for_no_reader
+from agentrl.host.terminal_text import printable
 from agentrl.records import GroupState
 from agentrl.run.alarms import moved, no_signal
 from agentrl.run.health.examine import HealthLines

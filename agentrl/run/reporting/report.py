@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.env.gymnasium_wrappers import printable
 from agentrl.host.installation import DISTRIBUTION
+from agentrl.host.terminal_text import printable
 from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation

@@ -17,12 +17,12 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
-from agentrl.env.gymnasium_wrappers import printable
 from agentrl.errors import StoreError, UsageError
 from agentrl.host.janitor import runs_here
 from agentrl.host.platform_checks import is_stopped
+from agentrl.host.terminal_text import printable
 from agentrl.records import GroupState
-from agentrl.run.cluster import autoscaler, scaling
+from agentrl.run.cluster import scale_requests, scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.reporting import notice_counts, report
 from agentrl.run.reward_services import failures as score_failures
@@ -91,7 +91,7 @@ def status(
         }
         size_state = scaling.describe(run_config, run_store.meta, live=run_holder.kind != "nobody")
         pause_state, restarted = PAUSED.of(run_store.meta), RESTARTED.of(run_store.meta)
-        split_line, learner_waits = autoscaler.line(run_store), LEARNER_WAITS.of(run_store.meta) or ""
+        split_line, learner_waits = scale_requests.last_decision(run_store), LEARNER_WAITS.of(run_store.meta) or ""
         failure_counts, notice_totals = run_store.metrics.failures(), notice_counts.totals(run_store.metrics)
         score_texts = [str(failure) for failure in score_failures(run_store) if failure.matters]
         checkpoint = run_store.lineage.latest_checkpoint()
