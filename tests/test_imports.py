@@ -247,6 +247,11 @@ def client_side_modules() -> list[str]:
         (["agentrl_environments", "agentrl_tools"], "torch transformers ray docker"),
         (["agentrl.run.trainer", "agentrl.run.processes.worker_process"], "torch transformers ray docker matplotlib"),
         (["agentrl.run.comparison.compare", "agentrl.statistics.power"], "torch transformers ray docker scipy"),
+        # What `agentrl status` imports, in the process of the command: nothing that plays or serves.
+        (
+            ["agentrl_command", "agentrl.cli.main", "agentrl.run.reporting.status"],
+            "gymnasium numpy httpx jinja2 jsonschema",
+        ),
     ],
 )
 def test_a_fresh_interpreter_stays_light(modules: list[str], absent: str) -> None:

@@ -21,7 +21,7 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
     """Show the scores, duration and cost of each reward source of a run, and the means of the environment's reward
     functions in its first and last ten steps."""
     from agentrl.host.terminal_text import printable
-    from agentrl.run.reward_services import by_function, failures, reports
+    from agentrl.run.reporting.reward_figures import by_function, failures, reports
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 

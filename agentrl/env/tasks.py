@@ -7,20 +7,17 @@ who plays the tasks.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
 from agentrl.errors import ConfigError
 from agentrl.records import Json, Task
-
-_ID: Final = 10  # characters of a task's id
+from agentrl.task_ids import task_key
 
 
 class TaskSource(ABC):
@@ -243,24 +240,6 @@ class Curriculum(TaskSource):
         paused_records = [task_record for task_record in self._records if task_record.due > 0]
         solved_count = sum(task_record.rate >= self._solved for task_record in paused_records)
         return solved_count, len(paused_records) - solved_count
-
-
-def task_key(task: Task) -> str:
-    """A key that is equal for equal tasks, wherever they stand in a source."""
-    # Without the index: the same row of a data set comes back in each pass at another index, and its record has to be
-    # found there. A hash of the standard library, since Python's own differs from process to process.
-    task_text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
-    return hashlib.sha256(task_text.encode()).hexdigest()[:32]
-
-
-def task_id(task: Task) -> str:
-    """The name of a task in `rollout.skip_tasks`: its environment, arguments, options and seed."""
-    return task_key(task)[:_ID]
-
-
-def row_id(task: Task) -> str:
-    """Return a task's id without the seed: a row of a data set is played under another seed in each epoch."""
-    return task_key(Task(index=0, env=task.env, seed=0, kwargs=task.kwargs, options=task.options))[:_ID]
 
 
 def _mixed(*parts: int) -> int:

@@ -10,9 +10,10 @@ import pytest
 from each_case import each_case
 
 from agentrl.env.datasets import digest, read_rows
-from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, task_key
+from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Task
+from agentrl.task_ids import task_key
 
 ROWS = [{"question": f"q{i}"} for i in range(5)]
 

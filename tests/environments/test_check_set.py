@@ -22,9 +22,9 @@ import agentrl_environments.swe
 from agentrl.env.checks.tasks.check_set import SetPlan, SetVerdict, check_set
 from agentrl.env.checks.tasks.texts import in_held_out
 from agentrl.env.checks.tasks.verdicts import ORDER, REASONS, Finding, TaskText, verdict_of
-from agentrl.env.tasks import row_id
 from agentrl.errors import UsageError
 from agentrl.records import Task
+from agentrl.task_ids import row_id
 from agentrl_environments.swe import SWE
 
 boxed = pytest.mark.bubblewrap

@@ -12,7 +12,7 @@ from agentrl.config.sections import RewardSource
 from agentrl.records import Trajectory
 from agentrl.rewards.score_failures import FailureCount, totals
 from agentrl.rewards.scorer import Scorer
-from agentrl.run import reward_services
+from agentrl.run.reporting import reward_figures
 from agentrl.run.reporting.failed_tasks import ScoreFailureLines
 from agentrl.store import RunStore
 from agentrl.store.journal_writer import JournalWriter
@@ -42,9 +42,9 @@ async def test_a_source_that_gives_no_number_for_some_texts_is_named_at_once_and
     assert list(lines.lines(store)) == []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
-        await eventually(lambda: any(one.turns_failed == 2 for one in reward_services.failures(store)))
+        await eventually(lambda: any(one.turns_failed == 2 for one in reward_figures.failures(store)))
         nursery.cancel_scope.cancel()
-    (found,) = reward_services.failures(store)
+    (found,) = reward_figures.failures(store)
     assert (found.source, found.calls, found.calls_failed, found.turns, found.turns_failed) == ("taste", 5, 4, 3, 2)
     assert found.texts_failed == 1
     assert [(text.text, text.turns, text.reason) for text in found.texts] == [
@@ -108,7 +108,7 @@ def test_a_rollback_forgets_no_failure(store: RunStore) -> None:
     assert row is not None and count.row() is None, "nothing is new"
     store.metrics.record("reward_failures", 0, row)
     store.lineage.rollback(0)
-    assert [str(one) for one in reward_services.failures(store)] == [
+    assert [str(one) for one in reward_figures.failures(store)] == [
         "reward source 'taste' gave no score for 1 of 1 turns (1 of 1 calls failed), the last: nan is no reward; "
         "one text never got a score, most often 'bad' (1 turns)"
     ]

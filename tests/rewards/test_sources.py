@@ -19,6 +19,7 @@ from agentrl.records import Trajectory
 from agentrl.rewards import scorer as sources
 from agentrl.rewards.scorer import Scorer, rewarder_of, until
 from agentrl.run import reward_services
+from agentrl.run.reporting import reward_figures
 from agentrl.store import RunStore
 from agentrl.store.journal_writer import JournalWriter
 from agentrl.testing.scoring import FakeScoring
@@ -177,7 +178,7 @@ async def test_a_stored_run_is_scored_again_under_a_version_of_its_own(store: Ru
         nursery.cancel_scope.cancel()
     before = store.reads.trajectory(1).rewards
     assert await reward_services.rescore(config, store, "prm") == (2, 0)
-    first, second = reward_services.reports(store)
+    first, second = reward_figures.reports(store)
     assert (first.version, first.turns, first.counted, first.mean, first.most) == (1, 4, 4, 1.5, 2.0)
     assert (second.version, second.turns, second.counted, second.mean) == (2, 4, 0, 1.5)
     assert store.reads.trajectory(1).rewards == before == (1.0, 2.25)

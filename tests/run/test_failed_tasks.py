@@ -11,15 +11,15 @@ from typing import cast
 import pytest
 
 from agentrl.config import RunConfig, TaskTable
-from agentrl.env.tasks import row_id, task_id
 from agentrl.records import StopReason, Task
 from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, skip_hint, skips
 from agentrl.run.reporting.live_view import LiveView, Warnings
-from agentrl.run.reward_services import by_function
+from agentrl.run.reporting.reward_figures import by_function
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import MEASURING, Supervisor
 from agentrl.run.trainer import Trainer
 from agentrl.store import Ending, RunStore
+from agentrl.task_ids import row_id, task_id
 
 PLACE = "/home/me/env.py:12"
 DETAIL = f"my/Env: step raised KeyError: 'a' ({PLACE})"

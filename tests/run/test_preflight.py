@@ -13,13 +13,13 @@ from each_case import each_case
 from agentrl.config import parse
 from agentrl.config.machine_defaults import Machine
 from agentrl.env.dataset_env import ID, TOOLS_ID
-from agentrl.env.tasks import task_id
 from agentrl.errors import ConfigError, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import Message, Task, Trajectory
 from agentrl.run import preflight
 from agentrl.run.preflight import check_limits, check_tasks
 from agentrl.run.trainer import check_startable
+from agentrl.task_ids import task_id
 
 from .envs import Vowels
 

@@ -26,8 +26,8 @@ from agentrl.errors import StoreError
 from agentrl.host.disk_space import no_space_on
 from agentrl.records import GroupState, StopReason, Trajectory
 from agentrl.run.evaluation import held_out
+from agentrl.run.reporting.reward_figures import failures as score_failures
 from agentrl.run.reporting.status import STEPS_COME, holder
-from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import EpisodeFilter, EpisodeRow, RunStore
 from agentrl.store.metrics import Metric

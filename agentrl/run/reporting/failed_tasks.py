@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.env.tasks import row_id, task_id
 from agentrl.errors import split_place
 from agentrl.host.terminal_text import printable
 from agentrl.records import Task
-from agentrl.run.reward_services import failures as score_failures
+from agentrl.run.reporting.reward_figures import failures as score_failures
 from agentrl.store import FailedTask, RunStore
 from agentrl.store.episodes.endings import FAILURES
+from agentrl.task_ids import row_id, task_id
 
 MOST_ROWS = 20
 """Rows of a table in a summary: `agentrl tasks RUN --failed` has all."""

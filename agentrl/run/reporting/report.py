@@ -23,8 +23,8 @@ from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.reporting import failed_tasks, notice_counts, step_rates
-from agentrl.run.reward_services import by_function
-from agentrl.run.reward_services import failures as score_failures
+from agentrl.run.reporting.reward_figures import by_function
+from agentrl.run.reporting.reward_figures import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of
 from agentrl.store import RunStore

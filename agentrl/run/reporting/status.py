@@ -25,7 +25,7 @@ from agentrl.records import GroupState
 from agentrl.run.cluster import scale_requests, scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.reporting import notice_counts, report
-from agentrl.run.reward_services import failures as score_failures
+from agentrl.run.reporting.reward_figures import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.metrics import Metric

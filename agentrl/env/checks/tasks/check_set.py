@@ -37,11 +37,11 @@ from agentrl.env.checks.tasks.verdicts import (
     verdict_of,
 )
 from agentrl.env.checks.validate import TaskFault
-from agentrl.env.tasks import row_id, task_id
 from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Task
 from agentrl.registration import make
+from agentrl.task_ids import row_id, task_id
 
 _RESULTS: Final = "results.jsonl"
 _OTHERS: Final = 3  # answers of other tasks that are tried on a task
