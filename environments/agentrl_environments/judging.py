@@ -1,7 +1,7 @@
 """Runs a repository's tests on sources that a policy wrote, so that nothing in the sources can forge a verdict.
 
-Two fresh boxes. The *judge* holds the tests and runs `unittest`; the *suspect* holds the sources and does what it is
-asked: import this, call that, iterate it. All that passes between them, through this process, is calls and plain data:
+Two fresh boxes. The *judge* holds the tests and runs `unittest`; the *suspect* holds the sources and obeys:
+import this, call that, iterate it. All that passes between them, through this process, is calls and plain data:
 
     tests, expected values ── judge box ◄── lines ──► this process ◄── lines ──► suspect box ── the policy's sources
 
@@ -58,8 +58,8 @@ class Verdicts:
 
 
 class SourceJudge:
-    """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same question
-    is not asked twice. Raises SandboxError where the boxes' host fails, HostBusy where it has no slot."""
+    """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same sources
+    are not run twice. Raises SandboxError where the boxes' host fails, HostBusy where it has no slot."""
 
     def __init__(
         self,

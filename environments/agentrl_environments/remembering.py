@@ -1,4 +1,4 @@
-"""Answers that need to be found once: kept by key, and asked for once however many ask at the same time."""
+"""Answers that are computed once: kept by key, and computed once however many callers need one at the same time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ V = TypeVar("V")
 
 
 class Remembered(Generic[V]):
-    """The last `most` lasting answers. An answer that is not lasting (a run that was cut off) goes to who asked for it
-    and is forgotten; who waited meanwhile asks anew."""
+    """The last `most` lasting answers. An answer that is not lasting (a run that was cut off) goes to the caller that
+    computed it and is forgotten; a caller that waited meanwhile computes anew."""
 
     def __init__(self, most: int) -> None:
         self._most = most

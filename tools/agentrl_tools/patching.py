@@ -1,6 +1,6 @@
 """Unified diffs: parsed as models write them, applied exactly. Knows nothing of files.
 
-Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to the number given. Its
+Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to its number. Its
 cost is bounded, as a policy chooses both the patch and the files."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FilePatch:
 
 @dataclass(slots=True)
 class Effort:
-    """How many more lines may be looked at before a patch is given up."""
+    """How many more lines may be looked at before a patch is refused."""
 
     left: int = _STEPS
 
@@ -130,7 +130,7 @@ def _parse_git(lines: list[str], at: int, patches: list[FilePatch]) -> int:
 
 
 def _same_name(names: str) -> str:
-    """The name of a header without renaming, `a/NAME b/NAME`; empty where it cannot be told."""
+    """The name of a header without renaming, `a/NAME b/NAME`; empty where the two differ."""
     half = len(names) // 2
     old, new = names[:half], names[half + 1 :]
     old, new = (_name(old) or "", _name(new) or "") if names[half : half + 1] == " " else ("", "")

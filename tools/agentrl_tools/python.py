@@ -74,7 +74,7 @@ for line in requests:
 
 class Python(SchemaChecked):
     """`python(code)`. The value of a last expression is shown, an error as a traceback. A call that takes too long, or
-    ends the interpreter, costs the session: the next one starts afresh, and the model is told."""
+    ends the interpreter, costs the session: the next one starts afresh, and the result says so."""
 
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
         code: Json = {"type": "string", "description": "Python statements; variables stay for the next call"}

@@ -233,7 +233,7 @@ def _of_members(method: Any) -> Any:
 
 
 class ReportedResult(unittest.TestResult):
-    """Tells the host about each test as it ends. A test passes that ran to its end and failed nowhere."""
+    """Reports each test to the host as it ends. A test passes that ran to its end and failed nowhere."""
 
     def __init__(self, court: Court) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Counts what a careful reader would strike out of Python sources. Runs in a box, because parsing them is not safe.
 
-`lint.py PATH...` prints one number: findings of all files, ten for one that is missing or does not parse. Found are:
-imports and local variables that are never used, code behind a `return`, `raise`, `break` or `continue`, a bare
-`except`, a mutable default, `== None`, and a second definition of the same name in one block.
+`lint.py PATH...` prints one number: findings of all files, ten for one that is missing or does not parse. A finding is
+an import or local variable that is never used, code behind a `return`, `raise`, `break` or `continue`, a bare
+`except`, a mutable default, `== None`, or a second definition of the same name in one block.
 """
 
 from __future__ import annotations

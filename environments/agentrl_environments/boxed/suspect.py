@@ -57,7 +57,7 @@ class Suspect:
         return {"object": self._handle(value)}
 
     def _handle(self, value: Any) -> int:
-        """The same object has the same handle, and lives as long as the process."""
+        """The handle of an object: one for all its uses. The object lives as long as the process."""
         if id(value) not in self._handles:
             self._handles[id(value)] = len(self._objects)
             self._objects.append(value)

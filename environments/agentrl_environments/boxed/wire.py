@@ -79,7 +79,7 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 class Channel:
-    """Two descriptors and the rule of the game: who asked reads until the answer comes, and may be asked meanwhile."""
+    """Two descriptors and one rule: whoever sent a request reads until the answer comes, and answers meanwhile."""
 
     def __init__(self, incoming: int, outgoing: int, answer: Callable[[Any], Any], *, prefix: str = "") -> None:
         self._lines = os.fdopen(incoming, "rb")

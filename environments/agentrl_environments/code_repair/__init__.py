@@ -1,4 +1,4 @@
-"""Code repair: small Python modules with a bug, tests that pin it down, tools to mend it.
+"""Code repair: small Python modules with a bug, tests that pin it down, tools to repair it.
 
 mutation    which bugs there are             templates   which functions there are
 tasks       a seed makes a task              texts       what the policy reads

@@ -56,7 +56,7 @@ class RepairTask:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What names a function: the unit that belongs to one split."""
+    """The identity of a function, which belongs to one split as a whole."""
 
     template: Template
     name: str
@@ -115,8 +115,8 @@ def make_task(seed: int, split: Split, *, level: Level = "easy", shuffle_tests: 
 
 
 def wrong_text(task: RepairTask) -> str | None:
-    """What a repair could make of the line by mistake: another edit of one node, with which a hidden test fails. Always
-    the same one of a task; None if there is none."""
+    """A repair of the line by mistake: another edit of one node, with which a hidden test fails. Always the same one
+    of a task; None if there is none."""
     calls = [check.call for check in task.hidden]
     right = tuple(check.expected for check in task.hidden)
     edits = [m for m in mutations(task.source) if m.line == task.fix_line and evaluate(m.source, calls) != right]

@@ -18,7 +18,7 @@ class Combination(ToolEnv):
     """`agentrl/Combination-v0`: `dials` sums of two digits, one a turn; the policy writes the last digit of each.
 
     Outcome: 1 if all dials are right, else 0. Process reward of a turn: 1 if its dial is right. A wrong dial does not
-    end the episode, and nothing that the policy reads tells whether a dial was right. Reset option `sums`: the
+    end the episode, and nothing that the policy reads shows whether a dial was right. Reset option `sums`: the
     pairs of digits themselves."""
 
     blocking = False
@@ -81,8 +81,8 @@ def answer(pair: Pair) -> str:
 
 
 def apprentice(pair: Pair, rng: random.Random, *, plain: float = 0.85, carry: float = 0.3, slip: float = 0.5) -> str:
-    """What somebody writes who is mostly wrong where a sum has two digits: right with probability `plain` or `carry`;
-    there one too many with probability `slip`; else any digit."""
+    """An answer of somebody who is mostly wrong where a sum has two digits. It is right with probability `plain`, or
+    `carry` for such a sum; there it is one too many with probability `slip`, else any digit."""
     right, drawn = int(answer(pair)), rng.random()
     if sum(pair) < _CARRY:
         return str(right if drawn < plain else rng.randrange(10))

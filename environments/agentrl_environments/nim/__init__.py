@@ -1,4 +1,4 @@
-"""Nim: a two-role game with a known best play. Both roles at one table, or one of them against a given player."""
+"""Nim: a two-role game with a known best play. Both roles at one table, or one of them against a fixed player."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A book that is longer than a context: what a page says is asked for at the end."""
+"""A book that is longer than a context, with a question at the end about one of its pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPENING: Final = "read on to the last page"
 
 class Reading(ToolEnv):
     """`agentrl/Reading-v0`: a book of `pages`, one a turn, of `words` words each; on `facts` of them, evenly spread, a
-    letter and a digit stand among the words. Whatever the policy writes turns the page; behind the last one it is
-    asked for the digit of one letter.
+    letter and a digit stand among the words. Whatever the policy writes turns the page; behind the last one comes
+    a question: the digit of one letter.
 
     Outcome: 1 if the answer is right, else 0. The book does not fit in a small context, so the policy needs notes
-    (`[rollout] compaction`). Reset options: `digits`, one a fact; `asked`, the index of the fact that is asked for."""
+    (`[rollout] compaction`). Reset options: `digits`, one a fact; `asked`, the index of the fact in question."""
 
     blocking = False
     replayable = True
@@ -92,7 +92,7 @@ def place(at: int, facts: int, pages: int) -> int:
 
 
 def fact(at: int, digit: int) -> str:
-    """What a page says, as notes would have it."""
+    """A note of the fact on a page."""
     return f"{LETTERS[at]}{digit}"
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: which breakages make which tests fail, found by running all tests of a repository on each.
+"""The catalogue: which breakages make which tests fail, from a run of all tests of a repository on each.
 
 `python -m agentrl_environments.repo_repair.catalogue` writes `catalogue.jsonl` (some minutes); tasks only read it, so
 that a reset runs nothing and a seed means the same task on every machine. A breakage is kept if the run came to its
@@ -86,7 +86,7 @@ async def build(names: list[str], *, slots: int) -> list[str]:
 
 
 def _candidates(repository: Repository) -> Iterator[Breakage]:
-    """What is tried: some of each kind, drawn evenly."""
+    """The breakages to try: some of each kind, drawn evenly."""
     rng = random.Random(repository.name)
     changes = list(mutations(repository.sources))
     for kind in MUTATIONS:
@@ -112,7 +112,7 @@ def _combined(repository: Repository, singles: list[KnownBreakage]) -> list[Brea
 
 
 async def _tried(repository: Repository, judge: SourceJudge, candidates: list[Breakage]) -> list[KnownBreakage]:
-    """Those of the candidates that make a task, in their order."""
+    """Return the candidates that make a task, in their order, each with the tests that it fails."""
     results: dict[int, KnownBreakage] = {}
 
     async def run(index: int, breakage: Breakage) -> None:

@@ -1,7 +1,7 @@
 """Dockerfiles that only lay files into a work folder, which a box can do without building an image.
 
-Everything else that a Dockerfile may say (RUN and the like) needs a builder and mostly a network: there an image must
-be given. Knows nothing of tasks or boxes.
+Everything else that a Dockerfile may say (RUN and the like) needs a builder and mostly a network: there the image
+has to exist already. Knows nothing of tasks or boxes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ reward_range` is what rewards are bounded to, `[0, 1]` where a task says nothing
 A verifier that runs a program of the agent's in its own box is no judge: the program can write the reward. So a task is
 played if its format keeps the two apart: a separate verifier (`[verifier] environment_mode = "separate"`) that gets the
 declared artifacts alone, or a list `carry`, neither of which names a program. `[[verifier.collect]]` runs programs in
-the agent's box, for artifacts of what they did. Every other task has a *shared* verifier, and is refused unless told.
+the agent's box, for artifacts of what they did. Every other task has a *shared* verifier, and is refused by
+default (`shared_verifier`).
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ find . -mindepth 1 -maxdepth 1 ! -name logs -exec rm -rf -- {{}} +
 
 
 def load(folder: Path, defaults: HarborDefaults) -> TaskSet:
-    """The tasks of a folder of task folders, by name. A folder that makes no task is bad for itself alone. Keys of
-    `task.toml` that are not honoured are said, each with its tasks. Raises ConfigError for images of no task."""
+    """The tasks of a folder of task folders, by name. A folder that makes no task is bad for itself alone. A notice
+    has the keys of `task.toml` that are not honoured, each with its tasks. Raises ConfigError for images of no task."""
     folders = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
     images: Any = defaults.images
     if not isinstance(images, Mapping) or set(cast("Mapping[str, Any]", images)) - {path.name for path in folders}:

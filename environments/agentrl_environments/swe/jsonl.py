@@ -3,7 +3,7 @@
 A row has `instance_id`, `repo`, `problem_statement`, `patch`, `FAIL_TO_PASS`, `PASS_TO_PASS` (lists, or JSON of lists)
 and may have `test_patch`, `image_name`, `test_command`, `sources` (patterns of what is carried to grading), `apart`
 and `patch_is`. In SWE-bench the patch is the *fix*; in SWE-smith it is the *bug*, which is laid on a whole repository.
-A row that names no image and has the columns of SWE-bench is given SWE-bench's own image.
+A row that names no image and has the columns of SWE-bench is played in SWE-bench's own image.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selects the agent's work that goes to grading: the declared files that differ from the start, by their bytes alone.
 
 Owns: comparing a work folder with itself at an earlier time, and which paths are sources. Links, pipes, modes and files
-that are too large stay behind, as do files that decide how tests are found and run.
+that are too large stay behind, as do files that decide how tests are collected and run.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class TextGame(Env):
         ]
 
     def _progress(self) -> float:
-        """What the command took off the shortest way, as a share of the whole way."""
+        """The part of the shortest way by which the command shortened it, as a share of the whole way."""
         if not self._shaped:
             return 0.0
         before, self._left = self._left, len(solve(self._world, self._state) or [])
