@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import typer.main
@@ -16,17 +17,30 @@ _HEAD = """\
 
 For those who know the command and want its options. `agentrl COMMAND --help` prints the same. A failure is one line,
 and an exit code other than 0. `python -m tests.cli_page` writes this page, and a test compares it with the program.
+Arguments stand before options, in their order.
 """
+_KINDS = {"list[str]": "text", "list[Path]": "path", "str": "text", "int range": "integer", "int": "integer"}
+_KINDS |= {"float range": "number", "float": "number"}
+"""What a reader calls the values that typer names by their Python types."""
 
 
 def page() -> str:
     program = typer.main.get_command(app)
     made = get_docs_for_click(obj=program, ctx=typer.Context(program), name="agentrl")
     _, _, commands = html.unescape(made).partition("\n## ")
-    commands = commands.replace("```console\n$ ", "```text\n").replace("\n* `", "\n- `")
     # Every command has this option, and the head of the page says so.
-    commands = commands.replace("\n- `--help`: Show this message and exit.", "").replace("**Options**:\n\n\n", "")
+    commands = commands.replace("\n* `--help`: Show this message and exit.", "")
+    commands = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", commands)
+    commands = re.sub(r"\*\*(Arguments|Options)\*\*:\n+", "", commands).replace("\n* `", "\n- `")
+    commands = re.sub(r"(?m)^(- `.*)\n\n(?=- `)", r"\1\n", commands)
+    commands = re.sub(r"Examples:\n\n((?:agentrl .*\n+)+)", _examples, commands)
+    commands = re.sub(r" / --no-(\S+)`(.*)  \[default: no-\1\]", r"`\2", commands)
+    commands = re.sub(r"<([^<>|]+)>`", lambda kind: f"<{_KINDS.get(kind[1], kind[1])}>`", commands)
     return f"{_HEAD}\n## {commands.strip()}\n"
+
+
+def _examples(lines: re.Match[str]) -> str:
+    return "```text\n" + re.sub("\n+", "\n", lines[1]) + "```\n\n"
 
 
 if __name__ == "__main__":

@@ -133,22 +133,20 @@ class Algorithm(BaseModel):
     """Settings that a kind inherits but does not use: they stay at their defaults."""
 
     kind: Any = ""
-    """Algorithm that trains the policy. An installed package may offer more of them under the entry-point group
-    `agentrl.algorithms`. An algorithm of your own can also be named as `module:Class` or `file.py:Class`."""
+    """Algorithm that trains the policy: one of these, one that an installed package offers under the entry-point group
+    `agentrl.algorithms`, or `module:Class` or `file.py:Class`."""
 
     process_weight: Weight = 1.0
-    """Weight of process rewards in a return, beside the outcome. 0 switches process rewards off."""
+    """Weight of process rewards in a return, beside the outcome. 0 switches them off."""
 
     importance_bounds: Annotated[tuple[Weight, Weight], Field(strict=False)] = (0.0, 2.0)
-    """Lower and upper bound of the importance weights that correct stale tokens: ratios of the policy at the start of
-    the step (proximal) to the policy that sampled (behaviour). Other weights are set to a bound, or masked
+    """Lower and upper bound of the importance weights of stale tokens. A weight beyond them is set to a bound or masked
     (`algo.importance_mode`)."""
 
     normalise: Literal["token", "sequence"] | Count = "token"
-    """Weight of tokens in the mean of the loss: equal for every token of a step ("token"), equal for every episode and
-    divided among its tokens ("sequence"), or equal for every token of any step (a number of tokens that divides the sum
-    of an episode's loss, whatever its length). Where lengths differ, only a number keeps the direction of the gradient
-    of the expected return."""
+    """Divisor of the loss: every token of a step counts equally ("token"), every episode does ("sequence"), or the sum
+    over an episode is divided by a fixed number of tokens (a number). Where lengths differ, only a number keeps the
+    direction of the gradient of the expected return."""
 
     # A class outside of agentrl has the id or the reference that the run file gave, which it need not list as its kind.
     @field_serializer("kind")

@@ -30,15 +30,14 @@ class CISPO(GRPO):
     kind: Literal["cispo"] = "cispo"
 
     clip_low: Positive = 1.0
-    """Distance of the lower bound of a token's weight from 1: the weight is at least 1 minus this value. 1 sets no
-    lower bound."""
+    """Distance of the lower bound of a token's weight from 1. 1 sets no lower bound."""
 
     clip_high: Positive = 4.0
-    """Distance of the upper bound of a token's weight from 1: the weight is at most 1 plus this value."""
+    """Distance of the upper bound of a token's weight from 1."""
 
     importance: Literal["token", "none"] = "token"
-    """Policy that the ratio of a token's weight divides by: the policy that sampled it ("token"), or the policy at the
-    start of the step ("none")."""
+    """Policy that a token's ratio divides by: the one that sampled it ("token"), or the one at the start of the step
+    ("none")."""
 
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         return outputs.logprobs_K - (tokens["behaviour"] if self.corrects else tokens["proximal"])

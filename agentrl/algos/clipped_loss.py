@@ -44,80 +44,74 @@ class Clipped(Algorithm):
     """Computes the loss of the policy with a clipped ratio, and holds its settings."""
 
     clip_low: Positive = 0.2
-    """Distance below 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
-    a token with a negative advantage adds no policy gradient once its ratio is below 1 minus this value."""
+    """Distance below 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step.
+    Below it, a token with a negative advantage adds no gradient."""
 
     clip_high: Positive = 0.28
-    """Distance above 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
-    a token with a positive advantage adds no policy gradient once its ratio is above 1 plus this value. A larger value
-    than `algo.clip_low` leaves unlikely tokens more room to become likely (clip-higher, Yu et al. 2025)."""
+    """Distance above 1 at which PPO's clip cuts that ratio. Above it, a token with a positive advantage adds no
+    gradient. A larger value than `algo.clip_low` leaves unlikely tokens more room (clip-higher, Yu et al. 2025)."""
 
     clip_from: Literal["auto", "proximal", "behaviour"] = "auto"
-    """Policy from which a token may move no further than the clip: the policy at the start of the step alone
-    ("proximal"), or the policy that sampled the token, too ("behaviour"). "auto" does the latter for tokens that are
-    more than 2 optimizer steps old, so that a policy does not learn the same from them again and again."""
+    """Policy that the clip holds a token close to: the policy at the start of the step ("proximal"), or also the policy
+    that sampled the token ("behaviour"). "auto" means "behaviour" for tokens more than 2 optimizer steps old, so that a
+    policy does not learn the same from them again and again."""
 
     dual_clip: Weight = 0.0
     """Bound on the loss of a token with a negative advantage, in multiples of that advantage, such as 3 (dual-clip PPO,
-    Ye et al. 2020). Any other value than 0 must be above 1 + `algo.clip_high`; 0 sets no bound."""
+    Ye et al. 2020). It must be above 1 + `algo.clip_high`; 0 sets no bound."""
 
     importance: Literal["token", "sequence", "geometric", "none"] = "token"
-    """Importance weight for stale tokens, from their ratios of the policy at the start of the step to the policy that
-    sampled: the ratio of the token ("token"), the product over the tokens of its role in the episode ("sequence"),
-    their geometric mean ("geometric"), or 1 ("none"). "sequence" has the least bias, and a variance that grows with the
-    length."""
+    """Importance weight of stale tokens, from their ratios of the policy at the start of the step to the policy that
+    sampled: the token's ratio ("token"), the product over its role's tokens in the episode ("sequence"), their
+    geometric mean ("geometric"), or 1 ("none"). "sequence" has the least bias and the most variance."""
 
     importance_mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of an importance weight out of `algo.importance_bounds`: "truncate" sets it to the bound, "mask" sets
-    it to 0 (IcePop). A masked token stays in the normalisation."""
+    """Treatment of a weight beyond `algo.importance_bounds`: "truncate" sets it to the bound, "mask" sets it to 0
+    (IcePop) and leaves the token in the normalisation."""
 
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Ratio of the policy at the start of the step to the policy that sampled, by which an episode is left out of the
-    loss if it is out of `algo.reject_bounds`: of any of its tokens ("token"), their product
-    ("sequence") or their geometric mean ("geometric"). Each role of an episode is judged apart. "none" leaves no
-    episode out."""
+    """Ratio, of the policy at the start of the step to the policy that sampled, that must lie within
+    `algo.reject_bounds` or the episode leaves the loss: of each token ("token"), their product ("sequence") or their
+    geometric mean ("geometric"). Each role is judged apart. "none" rejects nothing."""
 
     reject_bounds: Annotated[tuple[Weight, Weight], Field(strict=False)] = (0.5, 2.0)
-    """Smallest and largest ratio with which an episode stays in the loss, unless `algo.reject` is "none". With
-    `algo.reject = "token"` the bounds hold for every token of the episode."""
+    """Smallest and largest ratio with which an episode stays in the loss, if `algo.reject` is on."""
 
     kl_weight: Weight = 0.0
-    """Weight of a penalty on leaving the reference, whose form is `algo.kl_form`. 0 leaves it out and needs no
-    reference."""
+    """Weight of a penalty on leaving the reference, in the form of `algo.kl_form`. 0 needs no reference."""
 
     kl_form: Literal["k3", "k2", "k1", "reward"] = "k3"
-    """Form of the penalty of `algo.kl_weight`. As a term of the loss, "k3" has the gradient of KL(reference || policy),
-    as in GRPO, and "k2" and "k1" have that of KL(policy || reference); only "k1" stays exact if a step makes several
-    updates. "reward" instead takes the divergence of a token and of all later ones off the episode's reward."""
+    """Form of the penalty of `algo.kl_weight`. In the loss, "k3" has the gradient of KL(reference || policy), as in
+    GRPO, "k2" and "k1" that of KL(policy || reference); only "k1" stays exact over several updates in a step. "reward"
+    takes the divergence of a token and of all later ones off the reward instead."""
 
     reference: Literal["start"] | Past = "start"
-    """Reference of `algo.kl_weight`: the model that the run began with ("start"), or the policy's own past: a whole
-    number copies the policy after every so many optimizer steps, and a number below 1 is the decay of a moving average
-    of its weights (EMA), such as 0.99."""
+    """Reference of `algo.kl_weight`: the model that the run began with ("start"), a copy of the policy after every so
+    many optimizer steps (a whole number), or a moving average of its weights with this decay (a number below 1, such as
+    0.99)."""
 
     entropy_weight: Weight = 0.0
-    """Weight of a bonus on the entropy of the policy. 0 leaves it out; raise it if the entropy falls to 0 at once."""
+    """Weight of a bonus on the policy's entropy. Raise it if the entropy falls to 0 at once."""
 
     reward_weight: Weight = 1.0
-    """Weight of the advantage from rewards. 0 leaves rewards out, for distillation alone (`algo.distil_weight`)."""
+    """Weight of the advantage from rewards. 0 leaves distillation alone (`algo.distil_weight`)."""
 
     distil_weight: Weight = 0.0
-    """Weight of a penalty on leaving the teacher: the advantage of a token is lowered by this weight times log policy -
-    log teacher. The teacher is `algo.teacher` or a reward source of kind "teacher". 0 switches distillation off."""
+    """Weight of a penalty on leaving the teacher: it times log policy - log teacher is taken off a token's advantage.
+    The teacher is `algo.teacher` or a reward source of kind "teacher". 0 switches distillation off."""
 
     distil_level: Literal["token", "episode"] = "token"
-    """Tokens whose divergence from the teacher lowers the advantage of a token: itself alone ("token"), or itself and
-    all later ones of the episode ("episode"). "episode" is exact for the divergence between whole episodes, and has
-    more variance."""
+    """Tokens whose divergence from the teacher lowers a token's advantage: itself ("token"), or itself and all later
+    ones ("episode"), which is exact for whole episodes and has more variance."""
 
     observation_weight: Weight = 0.0
-    """Weight of the cross-entropy of the environment's answers, which trains the policy to predict them (ECHO,
-    Shrivastava et al. 2026). 0 leaves it out."""
+    """Weight of the cross-entropy of the environment's answers, by which the policy learns to predict them (ECHO,
+    Shrivastava et al. 2026)."""
 
     teacher: str | Past | None = None
-    """Teacher that the learner holds (`algo.distil_weight`). A text is a model with the policy's tokenizer: a folder of
-    a model or a run, a registered id, or an id of the Hugging Face hub. A number is the policy's own past, as in
-    `algo.reference`. Without it, the learner holds no teacher; a reward source of kind "teacher" may provide one."""
+    """Teacher that the learner holds for `algo.distil_weight`: a model with the policy's tokenizer (a folder, a run, a
+    registered or Hugging Face id), or a number for the policy's own past, as in `algo.reference`. Without it, only a
+    reward source of kind "teacher" can teach."""
 
     @model_validator(mode="after")
     def _of_references(self) -> Self:

@@ -35,12 +35,12 @@ class GiGPO(GRPO):
     kind: Literal["gigpo"] = "gigpo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     step_weight: Weight = 1.0
-    """Weight of the advantage among turns in the same state, beside the advantage of the whole episode (omega in Feng
-    et al. 2025)."""
+    """Weight of the advantage among turns in the same state, beside that of the whole episode (omega in Feng et al.
+    2025)."""
 
     step_discount: Share = 0.95
-    """Discount of a reward for each turn between it and the turn that is credited, in the advantage among turns in the
-    same state (gamma in Feng et al. 2025)."""
+    """Discount of a reward per turn of distance, in the advantage among turns in the same state (gamma in Feng et al.
+    2025)."""
 
     @model_validator(mode="after")
     def _of_turns(self) -> Self:

@@ -31,20 +31,18 @@ class GRPO(Clipped):
     kind: Literal["grpo"] = "grpo"
 
     baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
-    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
-    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
-    episode that it judges."""
+    """Baseline of an episode's return: the mean of the other members of its group ("leave_one_out"), the mean of all
+    members ("group_mean", which depends on the episode that it judges), or 0 ("none")."""
 
     scale: Scale = "none"
-    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
-    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
-    towards easy and hard tasks, "mean" towards tasks with few successes. Two values divide the outcome and each reward
-    source by itself: by its standard deviation over the group ("std_by_source", as in GDPO) or over the siblings alone
-    ("leave_one_out_by_source", which needs groups of 3); they exclude an `algo.discount` below 1."""
+    """Divisor of a group's advantages: the standard deviation of its returns ("std", as in the first GRPO), their mean
+    ("mean", as in MaxRL), or 1 ("none"). "std" biases the gradient towards easy and hard tasks, "mean" towards tasks
+    with few successes. Two values divide the outcome and each reward source by its own standard deviation: over the
+    group ("std_by_source", as in GDPO) or over the siblings alone ("leave_one_out_by_source", for groups of at least
+    3); they need `algo.discount` = 1."""
 
     discount: Share = 1.0
-    """Discount of a reward for each turn between it and the turn that is credited; the outcome is earned at the last
-    turn. 1 discounts nothing."""
+    """Discount of a reward per turn of distance; the outcome is earned at the last turn. 1 discounts nothing."""
 
     @property
     def least_members(self) -> int:

@@ -30,12 +30,12 @@ class GSPO(GRPO):
     kind: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     clip_low: Positive = 3e-4
-    """Distance below 1 at which the ratio of a whole turn is clipped, which is the geometric mean of its tokens'
-    ratios: a turn with a negative advantage adds no policy gradient once its ratio is below 1 minus this value."""
+    """Distance below 1 at which the ratio of a whole turn, the geometric mean over its tokens, is clipped. Below it, a
+    turn with a negative advantage adds no gradient."""
 
     clip_high: Positive = 4e-4
-    """Distance above 1 at which the ratio of a whole turn is clipped, which is the geometric mean of its tokens'
-    ratios: a turn with a positive advantage adds no policy gradient once its ratio is above 1 plus this value."""
+    """Distance above 1 at which that ratio of a turn is clipped. Above it, a turn with a positive advantage adds no
+    gradient."""
 
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         import torch

@@ -43,28 +43,26 @@ class PPO(Clipped):
     clip_high: Positive = 0.2
 
     importance: Literal["token", "prefix", "sequence", "geometric", "none"] = "token"
-    """Importance weight for stale tokens, as in other algorithms, or the product of the ratios over the episode up to
-    this action ("prefix"), which has no bias with `algo.gae_lambda = 1` and a cap that cuts nothing, and a variance
-    that grows with the length. "none" is plain GAE."""
+    """Importance weight of stale tokens, as in other algorithms, or the product of the ratios over the episode up to
+    this action ("prefix"), which is unbiased with `algo.gae_lambda = 1` and an `algo.trace_cap` that cuts nothing, and
+    whose variance grows with the length. "none" is plain GAE."""
 
     level: Literal["token", "turn"] = "token"
-    """Unit of an action: a token, or a whole turn. The critic's values are those before each token, or before each
-    turn."""
+    """Unit of an action, before which the critic gives a value: a token, or a whole turn."""
 
     discount: Share = 1.0
-    """Discount of a reward for each action between it and the action that is credited. 1 discounts nothing."""
+    """Discount of a reward per action of distance. 1 discounts nothing."""
 
     gae_lambda: Share | Literal["length"] = 1.0
-    """Lambda of the policy's advantages in GAE. Below 1 the variance is smaller, and the critic's errors bias the
-    advantages. "length" lets it grow with the episode, as 1 - 1 / (0.05 * actions of the episode) and at least 0
-    (VAPO)."""
+    """Lambda of the policy's advantages in GAE. Below 1, the variance is smaller and the critic's errors bias the
+    advantages. "length" is 1 - 1 / (0.05 * actions of the episode), at least 0 (VAPO)."""
 
     value_lambda: Share = 1.0
-    """Lambda of the critic's targets. Below 1 they rely more on the critic's own values and less on later rewards."""
+    """Lambda of the critic's targets. Below 1, they rely more on the critic's own values."""
 
     trace_cap: Positive = 1.0
     """Upper bound of each later action's ratio, of the policy at the start of the step to the policy that sampled, in
-    advantages and in the critic's targets. Above 1 the product of these ratios can explode in long episodes."""
+    advantages and the critic's targets. Above 1, their product can explode in long episodes."""
 
     value_clip: Weight = 0.2
     """Largest change of a value in a step that still lowers the critic's loss. 0 sets no limit."""
@@ -73,19 +71,19 @@ class PPO(Clipped):
     """Weight of the critic's loss beside the policy's loss."""
 
     critic: Literal["own", "shared"] = "own"
-    """Trunk of the value head: a second model ("own"), or the policy itself ("shared"), whose layers then learn from
-    both losses. "shared" needs less memory."""
+    """Trunk of the value head: a second model ("own"), or the policy itself ("shared"), which needs less memory and
+    learns from both losses."""
 
     critic_lr: Positive | None = None
-    """Learning rate of the value head and of a trunk of its own, with the warmup and the schedule of `train.lr`.
-    Without it, `train.lr`."""
+    """Learning rate of the value head and its own trunk, with the warmup and schedule of `train.lr`. Without it,
+    `train.lr`."""
 
     centre: bool = True
-    """Subtracts from an advantage the mean advantage of the step's other episodes in the same turn of the same role.
-    This takes off a constant error of the critic and adds no bias."""
+    """Subtracts the mean advantage of the step's other episodes in the same turn of the same role. This removes a
+    constant error of the critic without bias."""
 
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 5
-    """Number of first steps that train the critic alone. 0 trains the policy from the first step on."""
+    """Number of first steps that train the critic alone."""
 
     @property
     def slots(self) -> Slots:

@@ -29,9 +29,9 @@ class SAPO(GRPO):
     kind: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     tau: Annotated[tuple[Positive, Positive], Field(strict=False)] = (1.0, 1.05)
-    """Sharpness of the soft gate for a token with a positive advantage, and for one with a negative advantage: the
-    larger, the sooner the token counts less as its ratio leaves 1. The second is larger by default, since a token with
-    a negative advantage makes all other tokens likelier."""
+    """Sharpness of the soft gate for tokens with a positive and with a negative advantage: the larger, the sooner a
+    token counts less as its ratio leaves 1. The second is larger by default, since a negative advantage makes all other
+    tokens likelier."""
 
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         from agentrl.algos.losses import gated_surrogate

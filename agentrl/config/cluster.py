@@ -26,8 +26,8 @@ class EnginePlaces(Section):
     """Resources that Ray reserves for the engines."""
 
     gpus: Annotated[int, Field(ge=0)] = 0
-    """Number of GPUs that Ray reserves for each engine; vLLM splits its layers over several. It must be 0 with
-    `cluster.launcher = "local"`, where `engine.replicas` names the GPUs."""
+    """Number of GPUs that Ray reserves for each engine; vLLM splits its layers over several. With `cluster.launcher =
+    "local"` it must be 0: `engine.replicas` names the GPUs there."""
 
     cpus: Positive = 1.0
     """Number of CPUs that Ray reserves for each engine."""
@@ -37,11 +37,11 @@ class LearnerPlaces(Section):
     """Resources that Ray reserves for the learner, whose ranks are on one node."""
 
     gpus: Annotated[int, Field(ge=0)] = 0
-    """Number of GPUs that Ray reserves for each rank of the learner. It must be 0 with `cluster.launcher = "local"`,
-    where `train.device` names the GPU."""
+    """Number of GPUs that Ray reserves for each rank. With `cluster.launcher = "local"` it must be 0: `train.device`
+    names the GPU there."""
 
     cpus: Positive = 1.0
-    """Number of CPUs that Ray reserves for each rank of the learner."""
+    """Number of CPUs that Ray reserves for each rank."""
 
 
 class WorkerPlaces(Section):
@@ -66,28 +66,28 @@ class ControllerSettings(Section):
     second. Without this table, nothing moves."""
 
     engines: Annotated[tuple[int, int], Field(strict=False)]
-    """Fewest and most engines that the run may have, such as `[4, 7]`."""
+    """Fewest and most engines, such as `[4, 7]`."""
 
     ranks: list[Count]
-    """Numbers of ranks that the learner may have, such as `[1, 2, 4]`. `train.parallel.ranks` must be one of them."""
+    """Possible numbers of the learner's ranks, such as `[1, 2, 4]`; `train.parallel.ranks` must be one of them."""
 
     gain: Positive = 0.1
-    """Smallest increase in trained tokens per second that a move must promise, as a share (0.1 is 10%). A move that
-    lowers the rate by this share is undone at the next look, if that is worth its cost."""
+    """Smallest gain in trained tokens per second that a move must promise, as a share (0.1 is 10%). A move that loses
+    this share is undone at the next look, if that is worth its cost."""
 
 
 class Cluster(Section):
     """Placement of a run's processes, and the store that several hosts share."""
 
     launcher: Literal["local", "ray"] = "local"
-    """Launcher of the run's processes: `local` starts them on this machine, `ray` on the nodes of a Ray cluster."""
+    """Launcher of the run's processes: on this machine (`local`), or on the nodes of a Ray cluster (`ray`)."""
 
     address: str = "auto"
-    """Address of the Ray cluster: `HOST:PORT` of its head, or `auto` for the cluster that this machine belongs to."""
+    """Address of the Ray cluster: `HOST:PORT` of its head, or `auto` for this machine's cluster."""
 
     store: str | None = None
-    """URL of the PostgreSQL database for the run's store, `postgresql://user@host/database`. Without it, the store is
-    SQLite, and Ray places all processes on the machine where the run starts."""
+    """PostgreSQL database of the run's store, `postgresql://user@host/database`. Without it, the store is SQLite, and
+    Ray places all processes on the machine where the run starts."""
 
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
@@ -95,20 +95,19 @@ class Cluster(Section):
     controller: ControllerSettings | None = None
 
     place_deadline_s: Positive = 300.0
-    """Seconds to wait until Ray finds a node for a process; Ray's autoscaler may need them to start a node. A run waits
-    equally long for Ray's head when it joins a cluster, and leaves a head that has been silent for that time."""
+    """Seconds to wait until Ray finds a node for a process, which its autoscaler may have to start. A run also waits
+    this long for Ray's head when it joins, and leaves a head that is silent for this time."""
 
     head_away_s: Positive = 2.0
-    """Seconds for which Ray's head may refuse connections before the run leaves its cluster; with `--keep-alive` the
-    run then joins the next one. For a head that keeps its state on disk or in Redis, raise it to the time of a restart,
-    below the 60 seconds after which Ray itself gives up."""
+    """Seconds for which Ray's head may refuse connections before the run leaves its cluster; with `--keep-alive` it
+    joins the next one. If the head keeps its state on disk or in Redis, raise it to the time of a restart, below the 60
+    seconds after which Ray gives up."""
 
     lease_s: Positive = 20.0
-    """Seconds without contact to the run after which a process on a Ray node ends itself. A process that the run cannot
-    reach counts as dead only after this time."""
+    """Seconds without contact to the run after which a process on a Ray node ends itself, and counts as dead."""
 
     store_deadline_s: Positive = 120.0
-    """Seconds that the run waits for a database that does not answer, before it ends."""
+    """Seconds to wait for a database that does not answer before the run ends."""
 
     @field_validator("store", mode="before")
     @classmethod

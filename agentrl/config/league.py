@@ -25,22 +25,22 @@ class LeagueSettings(Section):
     """The past selves that play the roles which `[[roles]] plays` gives to them, and how often they play."""
 
     every: Count = 20
-    """Optimizer steps between two members: after each of these steps a checkpoint is saved and joins the league."""
+    """Optimizer steps between two members: after each, a checkpoint is saved and joins the league."""
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the training groups that meet past selves. In the other groups the policy plays and learns all roles;
-    evaluation always meets past selves."""
+    """Share of the training groups that meet past selves; in the others the policy plays and learns all roles.
+    Evaluation always meets past selves."""
 
     rule: str = "uniform"
-    """Rule that draws a past self for a group: "latest", "uniform", "pfsp" (prefers members that the policy beats
-    least), or `module:function` of yours."""
+    """Rule that draws a past self for a group: "latest", "uniform", "pfsp" (the members that the policy beats least),
+    or `module:function` of yours."""
 
     newest: Count = 32
-    """Number of newest members to draw from, in addition to the model that the run began with."""
+    """Number of newest members to draw from, besides the model that the run began with."""
 
     measured: Literal["first", "latest", "drawn"] = "first"
-    """Opponent in evaluation: the model that the run began with ("first"), the newest member ("latest"), or members
-    drawn as in training ("drawn")."""
+    """Opponent in evaluation: the model that the run began with ("first"), the newest member ("latest"), or one drawn
+    as in training ("drawn")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -98,17 +99,16 @@ def first_keys() -> dict[str, list[Key]]:
 
 
 def page() -> str:
-    """The table as a documentation page."""
-    page_lines = [
+    """The keys as a documentation page."""
+    lines = [
         "# Run file",
         "",
-        "For those who write a run file: every key, its default and what it means. Made by `agentrl keys --page`:",
-        "the meanings are the docstrings of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`.",
-        "A key of `algo` that not every algorithm has begins with those that do; where some differ in default or",
-        "meaning, their names stand before their own: `0.2; cispo 1.0`.",
+        "For those who write a run file: every key, its values, its default and its meaning. `agentrl keys --page`",
+        "makes this page from the docstrings of the settings.",
+        "",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
-        "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
-        "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",
+        "(`[[eval.sets]]`). `false`, or on the command line `off`, switches a setting off, or back to what its meaning",
+        "names for a run file without it.",
         "",
         "**A run file of somebody else is code.** It names Python modules and files (`env.id`, `env.reward`, rewards,",
         "algorithms), and every command that reads it may import them, as your user, outside of any sandbox. So is the",
@@ -116,25 +116,33 @@ def page() -> str:
         "",
         "## The keys that matter first",
         "",
-        "Most run files set no others. `agentrl keys` prints these, `agentrl keys --all` every one.",
+        "Most run files set no others. `agentrl keys` prints them with their meanings.",
         "",
     ]
-    for question, question_keys in first_keys().items():
-        page_lines += [f"### {question}", "", *_table(question_keys), ""]
-    return "\n".join([*page_lines, "## Every key", "", *_table(all_keys())]) + "\n"
+    for question, keys in first_keys().items():
+        lines.append(f"- {question} " + ", ".join(f"`{key.name}`" for key in keys))
+    for table, keys_of_table in groupby(all_keys(), key=_table_of):
+        lines += ["", f"## {table}", "", *([_ALGO, ""] if table == "`[algo]`" else []), *map(_entry, keys_of_table)]
+    return "\n".join(lines) + "\n"
 
 
-def _table(keys: Sequence[Key]) -> Iterator[str]:
-    yield "| key | value | default | meaning |"
-    yield "| --- | --- | --- | --- |"
-    for file_key in keys:
-        row_cells = (
-            f"`{file_key.name}`",
-            file_key.kind,
-            f"`{file_key.default}`" if file_key.default else "",
-            file_key.meaning,
-        )
-        yield "| " + " | ".join(row_cell.replace("|", "\\|") for row_cell in row_cells) + " |"
+_ALGO = (
+    "The meaning of a key that not every algorithm has begins with those that do. Where algorithms differ in default\n"
+    "or meaning, their names stand before it: `0.2; cispo 1.0`."
+)
+
+
+def _table_of(key: Key) -> str:
+    """The heading of the keys of one table of the run file."""
+    table, dot, _ = key.name.partition(".")
+    if not dot:
+        return "`[trackers]`" if table == "trackers" else "Before all tables"
+    return f"`[[{table[:-2]}]]`" if table.endswith("[]") else f"`[{table}]`"
+
+
+def _entry(key: Key) -> str:
+    default = key.default if key.default in ("", "required") else f"default `{key.default}`"
+    return f"- `{key.name}` ({', '.join(filter(None, (key.kind, default)))}): {key.meaning}"
 
 
 def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:

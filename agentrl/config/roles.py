@@ -33,17 +33,15 @@ class RoleTable(Section):
     """Algorithm that trains the role, as a table like `[algo]`. Without it, the algorithm of its task."""
 
     plays: Literal["self", "league", "either"] = "self"
-    """Player of the role: the policy that learns ("self"), past selves of `[league]` ("league"), or either of them
-    ("either"): each group draws one of the roles with "either" for the policy, and past selves play the others. Past
-    selves need `train.lora_rank`."""
+    """Player of the role: the policy ("self"), past selves of `[league]` ("league"), or either ("either"): each group
+    draws one such role for the policy, and past selves play the others. Past selves need `train.lora_rank`."""
 
     adapter: bool = False
-    """Train a LoRA adapter of rank `train.lora_rank` for this role alone. With false, the role shares the weights of
-    the other roles, unless `roles[].model` is set."""
+    """Trains a LoRA adapter of rank `train.lora_rank` for this role alone. With false, the role shares the others'
+    weights, unless it has a `roles[].model`."""
 
     model: str | None = None
-    """Model whose weights are all trained for this role alone, on engines that serve only this model. Without it, the
-    role is played by the run's `model`."""
+    """Model whose weights are all trained for this role alone, on engines of its own. Without it, the run's `model`."""
 
 
 class WithRoles:

@@ -75,34 +75,34 @@ class TaskTable(_Section):
     """Environment of these tasks: an id, module:Class or file.py:Class. Without it, `env.id`."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment's constructor, laid over `env.kwargs` if the environment is that of `env.id`."""
+    """Arguments of the environment's constructor, laid over `env.kwargs` in the environment of `env.id`."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Reset options of every episode of these tasks, overridden by the fields of a row. If the environment is that of
-    `env.id`, they are laid over `env.options`."""
+    """Reset options of these episodes, overridden by the fields of a row, and laid over `env.options` in the
+    environment of `env.id`."""
 
     weight: Positive = 1.0
-    """Weight of this source: its share of all training tasks is its weight over the sum of all tables' weights."""
+    """Weight of this source: its share of the training tasks is its weight over the sum of all weights."""
 
     rows: str | None = None
     """Data set whose rows are the tasks, each row as reset options: a .jsonl, .json, .csv or .tsv file (also with .gz)
-    or a .parquet file beside the run file, or a data set of the Hugging Face hub as `hf:NAME[:CONFIG][:SPLIT]`. Without
-    it, the tasks are seeds."""
+    or a .parquet file beside the run file, or `hf:NAME[:CONFIG][:SPLIT]` of the Hugging Face hub. Without it, the tasks
+    are seeds."""
 
     first_seed: Annotated[int, Field(ge=0)] = 0
-    """First seed of these tasks. An endless stream of seeds adds an offset that depends on `seed`; rows get seeds of
-    their own, so the setting has no effect on them."""
+    """First seed of these tasks; an endless stream adds an offset from `seed`. Rows get seeds of their own and ignore
+    it."""
 
     seeds: Count | None = None
-    """Number of seeds from `tasks[].first_seed` on. Without it and `tasks[].rows`, the stream of seeds has no end."""
+    """Number of seeds from `tasks[].first_seed` on. Without it and `tasks[].rows`, the stream never ends."""
 
     epochs: Count | None = None
-    """Number of times that the rows or seeds are played, each time in another order. Without it, they are repeated
-    endlessly. A run with a `[curriculum]` refuses it."""
+    """Number of times that the rows or seeds are played, each time in another order. Without it, they repeat endlessly.
+    A `[curriculum]` excludes it."""
 
     algo: SerializeAsAny[Algorithm] | None = None
-    """Algorithm that trains these tasks, as a table like `[algo]`. Without it, the algorithm of `[algo]`. All tables of
-    one environment need the same algorithm."""
+    """Algorithm that trains these tasks, as a table like `[algo]`, the same in all tables of one environment. Without
+    it, that of `[algo]`."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -126,104 +126,103 @@ class Rollout(_Section):
     """Number of worker processes that play episodes."""
 
     group_size: Count = 8
-    """Number of episodes of one task, which form a group. An algorithm that compares members needs at least 2."""
+    """Number of episodes of one task, which form a group; at least 2 if the algorithm compares members."""
 
     max_running: Count = 128
-    """Largest number of episodes that run at once in all workers together. It must be at least `rollout.group_size`."""
+    """Largest number of episodes that run at once in all workers together, at least `rollout.group_size`."""
 
     max_turns: Count | None = None
-    """Largest number of turns of an episode. Without it, an episode has as many turns as its environment allows."""
+    """Largest number of turns of an episode. Without it, the environment alone ends episodes."""
 
     max_tokens_per_turn: Count = 64
-    """Largest number of tokens sampled in one turn. A longer turn is cut there, and the environment is informed of the
-    cut. It must be below `rollout.max_context`."""
+    """Largest number of tokens sampled in one turn. A longer turn is cut, and the environment is informed. It must be
+    below `rollout.max_context`."""
 
     max_context: Count = 1024
-    """Largest number of tokens, prompts and sampled ones together, in one conversation, which is one row of training.
-    An episode that reaches it ends there, unless `rollout.compaction` shortens the conversation before."""
+    """Largest number of tokens, prompts and sampled ones together, in one conversation. An episode that reaches it
+    ends, unless `rollout.compaction` shortens the conversation before."""
 
     max_observation_bytes: Count | None = None
-    """Largest size in bytes of the text in one answer of the environment. A longer answer is cut, and its step records
-    how many bytes were lost. Without it, the limit is 16 bytes for each token of `rollout.max_context`."""
+    """Largest size in bytes of the text in one answer of the environment. A longer one is cut, and its step records the
+    loss. Without it, 16 bytes for each token of `rollout.max_context`."""
 
     temperature: Positive = 1.0
-    """Sampling temperature of training episodes. `eval.temperature` sets another one for evaluation."""
+    """Sampling temperature of training episodes. Evaluation may have another one (`eval.temperature`)."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass to sample from: the smallest set of likeliest tokens that has at least this probability; 1 keeps
-    all tokens. `eval.top_p` sets another value for evaluation."""
+    """Probability mass to sample from: the fewest likeliest tokens that have at least this probability together. 1
+    keeps all tokens. Evaluation may have another one (`eval.top_p`)."""
 
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of likeliest tokens to sample from; 0 keeps all tokens. Evaluation uses the same value."""
+    """Number of likeliest tokens to sample from, in evaluation too; 0 keeps all tokens."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Least probability of a sampled token, relative to the likeliest one; 0 keeps all. Evaluation uses it as well."""
+    """Least probability of a sampled token relative to the likeliest one, in evaluation too; 0 keeps all."""
 
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts that end a turn as soon as they are sampled, in addition to the stop tokens of the chat template."""
+    """Texts that end a turn once they are sampled, besides the stop tokens of the chat template."""
 
     turn_deadline_s: Positive = 60.0
-    """Seconds of sampling that one turn may take; a longer turn is cut. Only the time in which its tokens come counts:
-    queues, pauses and restarts of engines do not."""
+    """Seconds of sampling that one turn may take; a longer turn is cut. Queues, pauses and restarts of engines do not
+    count."""
 
     step_deadline_s: Positive = 60.0
     """Seconds for the work that the policy requests in one step, and as many for the environment's code in one call.
-    Slow work of the policy ends the episode at a time limit and is scored; slow code of the environment is an
-    infrastructure failure and is not scored."""
+    Slow work of the policy ends the episode and is scored; slow code of the environment is an infrastructure failure
+    and is not."""
 
     episode_deadline_s: Positive = 300.0
-    """Seconds that all steps of an episode may take together, without the time that engines and host take. A longer
-    episode ends at a time limit and is scored."""
+    """Seconds that all steps of an episode may take together, without the time of engines and host. A longer episode
+    ends at a time limit and is scored."""
 
     group_deadline_s: Positive = 600.0
-    """Seconds from the start of a group after which it closes with the members that have ended. After twice this time
-    its late members expire, and so does a group that had too few scored members to close."""
+    """Seconds from a group's start after which it closes with the members that have ended. After twice this time its
+    late members expire, and so does a group with too few scored members to close."""
 
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
-    """Largest number of tokens of a running turn that the death of its worker can cost; all earlier tokens are in the
-    store. 0 writes no part of a turn, so that a death can cost all its tokens."""
+    """Largest number of tokens of a running turn that the death of its worker can cost. With 0, a death can cost the
+    whole turn."""
 
     resume: Resume = "tokens"
     """Point from which an interrupted episode continues: its last written token ("tokens"), its last whole turn
-    ("turns"), its start ("episode") or the start of its whole group ("group"). All values but "tokens" lose work and
-    are meant for comparisons."""
+    ("turns"), its start ("episode") or the start of its group ("group"). All but "tokens" lose work and are for
+    comparisons."""
 
     lease_s: Positive = 120.0
-    """Seconds without a sign of life after which a worker loses the leases of its episodes to other workers. A worker
-    that hangs for half of this time is ended and started again."""
+    """Seconds without a sign of life after which a worker's episodes go to other workers. A worker that hangs for half
+    of this time is ended and started again."""
 
     snapshot_every_turns: Annotated[int, Field(ge=0)] = 1
-    """Turns between two snapshots of an environment that offers them. 0 takes no snapshots: an interrupted episode is
-    then restored by a replay of its actions."""
+    """Turns between two snapshots of an environment that offers them. 0 takes none: an interrupted episode is restored
+    by a replay of its actions."""
 
     max_replays: Annotated[int, Field(ge=0)] = 2
-    """Number of times that a task is played again after its group was lost to a failure of infrastructure or to its
-    deadline. 0 never plays such a task again. With `rollout.resume = "group"`, it also bounds the restarts of a
-    group."""
+    """Number of times that a task is played again after its group was lost to a failure of infrastructure or its
+    deadline. With `rollout.resume = "group"`, it also bounds the restarts of a group."""
 
     skip_tasks: list[str] = Field(default_factory=list)
-    """Ids of tasks that are not trained on. `agentrl tasks RUN --failed` lists the ids of the tasks that failed."""
+    """Ids of tasks that are not trained on. `agentrl tasks RUN --failed` lists those that failed."""
 
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Largest share of episodes that may fail through no doing of the policy before the run ends. All failures of one
-    outage count as one, and up to 8 failures never end a run."""
+    """Largest share of episodes that may fail through no doing of the policy before the run ends. One outage counts as
+    one failure, and up to 8 failures never end a run."""
 
     template: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the model's chat template, for example `{ enable_thinking = false }`."""
+    """Arguments of the model's chat template, such as `{ enable_thinking = false }`."""
 
     roles: dict[str, str] = Field(default_factory=dict)
-    """Policy that plays each role of the environment: "trained" (the policy that learns, also for roles that are not
-    listed), "frozen" (the model as the run began with it), another model by its id or folder, or the URL of an engine
-    that somebody else runs. All of them need the tokenizer of the run's `model`."""
+    """Policy of each role of the environment: "trained" (also for roles that are not listed), "frozen" (the model as
+    the run began), another model's id or folder, or the URL of an engine that somebody else runs. All need the
+    tokenizer of the run's `model`."""
 
     roles_api_key_env: str | None = None
-    """Environment variable with the key of the engines whose URLs `rollout.roles` names. Without it, none is sent."""
+    """Environment variable with the key of the engines at the URLs in `rollout.roles`. Without it, none is sent."""
 
     pivot: PivotSettings | None = None
     """Table of the forks that the run makes by itself. Without it, only `agentrl fork` makes forks."""
 
     compaction: CompactionSettings | None = None
-    """Table of how conversations that outgrow `rollout.max_context` are shortened. Without it, they end there."""
+    """Table of how conversations that outgrow `rollout.max_context` are shortened. Without it, they end."""
 
     @field_validator("template")
     @classmethod
@@ -274,99 +273,95 @@ class EngineSettings(_Section):
     """The inference engines that sample tokens: where they run, their memory, and how new weights reach them."""
 
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Inference engine: "embedded" is agentrl's engine, which runs on the CPU; "vllm" and "sglang" are the servers of
-    these projects. The code for SGLang was not run with a real server yet."""
+    """Inference engine: agentrl's own ("embedded"), which runs on the CPU, or a server of "vllm" or "sglang". The code
+    for SGLang was not run with a real server yet."""
 
     urls: list[str] = Field(default_factory=list)
-    """URLs of running servers to attach to, instead of starting engines. A `/v1` at the end of a URL is removed."""
+    """URLs of running servers to attach to, instead of starting engines. A `/v1` at the end is removed."""
 
     api_key_env: str | None = None
-    """Environment variable that holds the key of the servers at `engine.urls`. Without it, no key is sent."""
+    """Environment variable with the key of the servers at `engine.urls`. Without it, none is sent."""
 
     secret_env: list[str] = Field(default_factory=list)
-    """Names of environment variables with secrets that the run's engines and its learner need. Without
-    `engine.weights_url`, these processes get no other variable whose name looks like a secret, except for those that
-    agentrl itself needs there."""
+    """Environment variables with secrets that the run's engines and learner need. Without `engine.weights_url`, they
+    get no other variable whose name looks like a secret, except those that agentrl itself needs there."""
 
     untested_vllm: bool = False
-    """Try a version of vLLM that agentrl was not tested with, after a warning. With false, it is refused."""
+    """Tries a version of vLLM that agentrl was not tested with, after a warning. With false, it is refused."""
 
     replicas: Count | Annotated[list[Gpus], Field(min_length=1)] = 1
-    """Number of engines that the run starts for each trained model, or with vLLM and SGLang the GPUs of each, as
-    `[[0], [1, 2]]`. A number puts every replica on the first GPU; on Ray, Ray places them."""
+    """Number of engines for each trained model, all on the first GPU or where Ray places them; or, with vLLM and
+    SGLang, the GPUs of each, as `[[0], [1, 2]]`."""
 
     colocated: bool = False
-    """Let engine and learner take turns on one GPU: the engine sleeps while the learner computes a step."""
+    """Lets engine and learner take turns on one GPU: the engine sleeps while the learner computes a step."""
 
     threads: Count | Literal["auto"] = "auto"
-    """Number of CPU threads for the arithmetic of each engine. "auto" uses the idle cores in an embedded engine with a
-    model of 20 million parameters or more, and 1 thread in any other engine."""
+    """Number of CPU threads of each engine. "auto" takes the idle cores for an embedded engine with 20 million
+    parameters or more, else 1."""
 
     max_batch: Count = 128
     """Largest number of requests that an engine computes at once."""
 
     kv_cache_mb: Count = 512
-    """Memory for the keys and values of an embedded engine, or on each GPU of a vLLM server. SGLang ignores it: set
-    `engine.sglang.mem-fraction-static` there."""
+    """Memory in MiB for keys and values, of an embedded engine or on each GPU of vLLM. SGLang ignores it: set
+    `engine.sglang.mem-fraction-static`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type of an engine's weights and KV cache, in which new weights are sent as well. "auto" takes the type in
-    which the CPU computes the model fastest for the embedded engine, and float16 for a float16 model, else bfloat16,
-    for vLLM and SGLang."""
+    """Number format of an engine's weights, KV cache and new weights. "auto" is the fastest on this CPU for the
+    embedded engine; for vLLM and SGLang it is float16 for a float16 model, else bfloat16."""
 
     stream_tokens: Count = 16
     """Number of tokens in each chunk that an engine streams."""
 
     sync: str = "auto"
-    """Transport of new weights to the engines: "auto", "full", "delta", "adapter", "nccl", "ipc", or the name of a
-    transport of yours. "auto" sends a trained adapter alone if the engine is vLLM, or if roles have adapters or past
-    selves; else it sends all weights, or only the changes if `engine.weights_url` is set."""
+    """Transport of new weights to the engines: "auto", "full", "delta", "adapter", "nccl", "ipc", or one of yours.
+    "auto" sends the adapter alone if the engine is vLLM or if roles have adapters or past selves; else all weights, or
+    only the changes with `engine.weights_url`."""
 
     weights_url: str | None = None
-    """URL of a folder in an object store, such as `s3://bucket/folder`, through which new weights travel to engines
-    that share no disk with the learner. Without it, they travel as files on this machine, or from memory to memory."""
+    """Folder in an object store, such as `s3://bucket/folder`, through which new weights travel to engines that share
+    no disk with the learner. Without it, they travel as files or from memory to memory."""
 
     weights_from: list[str] = Field(default_factory=list)
-    """Folders and URLs from which the engines that the run starts may read weights, in addition to the run's folders
-    and `engine.weights_url`."""
+    """Folders and URLs from which the engines that the run starts may read weights, besides the run's folders and
+    `engine.weights_url`."""
 
     canary: bool | Positive = True
-    """Comparison of the log-probabilities of a fixed probe on engine and learner after each weight update; the run ends
-    on a mismatch. It allows the difference that rounding explains (true) or so many nats (a number); false makes no
-    comparison."""
+    """Comparison of the log-probabilities of a probe on engine and learner after each weight update; a mismatch ends
+    the run. It allows what rounding explains (true), or a number of nats; false compares nothing."""
 
     routed_experts: bool | Literal["required"] = False
-    """Journal the experts that a mixture used for each token, and replay them in the learner. A token without journaled
-    experts is left to the learner's router (true) or ends the run ("required"). Only vLLM reports them."""
+    """Journals the experts that a mixture used for each token, and replays them in the learner. A token without them is
+    left to the learner's router (true) or ends the run ("required"). Only vLLM reports them."""
 
     at_update: Literal["keep", "recompute", "leave"] = "keep"
-    """Treatment of running turns when new weights arrive. They keep their request and the keys and values of older
-    weights ("keep"), compute these anew ("recompute", which SGLang always does), or leave their request and continue
-    under the new weights ("leave", also from one adapter version to the next)."""
+    """Treatment of running turns when new weights arrive: they go on with the keys and values of older weights
+    ("keep"), compute these anew ("recompute", which SGLang always does), or end their request and continue under the
+    new weights ("leave", also from one adapter version to the next)."""
 
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the vLLM servers that the run starts, by the names that vLLM gives them."""
+    """Further arguments of the vLLM servers that the run starts, under vLLM's names."""
 
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the SGLang servers that the run starts, by the names that SGLang gives them."""
+    """Further arguments of the SGLang servers that the run starts, under SGLang's names."""
 
     hedge_after: Positive | None = None
-    """Multiple of the median wait for a first token after which a turn asks a second engine as well; the engine that
-    answers first keeps the turn. Without it, a turn never asks a second engine. The embedded engine needs
-    `engine.stream_tokens = 1` for it."""
+    """Multiple of the median wait for a first token after which a turn asks a second engine too, and keeps the first to
+    answer. Without it, it never does. The embedded engine needs `engine.stream_tokens = 1` for it."""
 
     outage_deadline_s: Positive = 600.0
-    """Seconds that a turn may spend in all waiting that is not sampling: queues, pauses and restarts of engines. Then
-    its episode fails as an infrastructure failure. Choose more than a restart of your engine takes."""
+    """Seconds that a turn may wait for queues, pauses and restarts of engines before its episode fails as an
+    infrastructure failure. Choose more than a restart of your engine takes."""
 
     start_deadline_s: Positive = 600.0
-    """Seconds for an engine to start; a large model has to be read and, on a GPU, compiled. Learner and workers have as
+    """Seconds for an engine to start, which includes reading and compiling a large model. Learner and workers have as
     long until their first sign of life."""
 
     liveness_deadline_s: Positive = 60.0
-    """Seconds without any answer after which a replica that the run started is ended and started again. A request
-    about weights, pauses or its state has half of them: raise it if an engine takes long to load new weights. After as
-    many without a token, a turn asks its engine whether it is alive, and goes on at another one if that is silent."""
+    """Seconds without any answer after which a replica is ended and started again. A request about weights, pauses or
+    state has half of them: raise it if loading takes long. After as many without a token, a turn checks its engine and
+    leaves a silent one."""
 
     _own_key: EngineKey | None = PrivateAttr(default=None)
 
@@ -476,19 +471,18 @@ class RunConfig(WithRoles, _Section):
     """A whole run. `seed` decides tasks and their order; the same file runs on one CPU or many GPUs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"
-    """Name of the run, and of its folder below runs/ unless the command names another one."""
+    """Name of the run, and of its folder below runs/ unless the command names another."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed that decides the tasks, their order, the order of minibatches and the weights of a fresh adapter. The
-    engines' sampling of tokens does not follow it."""
+    """Seed of the tasks, their order, the order of minibatches and a fresh adapter's weights. The engines' sampling
+    does not follow it."""
 
     model: str
-    """Model to train: a registered id, a folder, an id of the Hugging Face hub, or a run (its newest checkpoint)."""
+    """Model to train: a registered id, a folder, a Hugging Face id, or a run (its newest checkpoint)."""
 
     scratch_dir: Annotated[str, Field(pattern="^/")] | None = None
-    """Absolute path of the folder for weight files on their way to the engines, which must be able to read it. Without
-    it, shared memory, or the temporary folder if there is none; on Ray, the run's folder. Set it if shared memory is
-    too small."""
+    """Absolute path of a folder for weight files on their way to the engines, which must be able to read it. Without
+    it, shared memory, else the temporary folder; on Ray, the run's folder. Set it if shared memory is too small."""
 
     env: EnvSource
     tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
@@ -510,8 +504,8 @@ class RunConfig(WithRoles, _Section):
     alarms: Alarms = Alarms()
 
     trackers: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
-    """Trackers that receive the run's metrics as well: one table `[trackers.ID]` for each, which holds the arguments of
-    that tracker. See `docs/how-to/trackers.md`."""
+    """Trackers that receive the run's metrics too: one table `[trackers.ID]` of arguments for each. See
+    `docs/how-to/trackers.md`."""
 
     @property
     def sync(self) -> str:

@@ -83,22 +83,22 @@ class EnvSource(Section):
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's constructor. A `[[tasks]]` or `[[eval.sets]]` table of the same environment may
-    override single entries."""
+    override single ones."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Reset options of every episode. A `[[tasks]]` or `[[eval.sets]]` table of the same environment may override
-    single entries."""
+    single ones."""
 
     reward: str | None = None
-    """Rewarder that replaces the environment's outcome, as `module:name` or `file.py:name`: a function of a trajectory
-    that returns a float, or a judge. Without it, the environment's outcome counts."""
+    """Rewarder that replaces the environment's outcome, as `module:name` or `file.py:name`: a function from a
+    trajectory to a float, or a judge."""
 
 
 class CurriculumSettings(Section):
     """Pauses tasks that the policy almost always or almost never solves. See `agentrl.env.tasks.Curriculum`."""
 
     pool: Count = 10_000
-    """Maximum number of tasks that the curriculum chooses from: the first ones of the run's task sources."""
+    """Largest number of tasks that the curriculum chooses from: the first ones of the task sources."""
 
 
 class BufferSettings(Section):
@@ -108,39 +108,37 @@ class BufferSettings(Section):
     """Number of groups that one optimizer step learns from."""
 
     max_lag: Annotated[int, Field(ge=0)] = 4
-    """Maximum age of a sampled token, in optimizer steps; older tokens never enter the loss. 0 is synchronous
+    """Maximum age of a sampled token in optimizer steps; older tokens never enter the loss. 0 is synchronous
     training."""
 
     max_tokens: Count | None = None
-    """Number of sampled tokens in the buffer from which only groups for the next step start. Without it, the buffer has
-    no limit in tokens. Set it to bound memory where episodes differ much in length."""
+    """Number of sampled tokens in the buffer from which only groups for the next step start. Without it, there is no
+    limit. Set it to bound memory where lengths differ much."""
 
     order: Annotated[str, Field(min_length=1)] = "oldest"
     """Order in which the learner takes groups: `oldest`, `windowed`, `freshest`, `prioritised`, a registered order, or
-    a class of your own as `module:Class`. See `docs/explanation/buffer.md`."""
+    `module:Class`. See `docs/explanation/buffer.md`."""
 
     skip_without_signal: bool | Literal["auto"] = "auto"
-    """Drops groups without any advantage, at most `buffer.groups_per_step` per optimizer step, and plays others in
-    their place. `auto` and `true` never drop groups of an algorithm that learns from equal returns; if all algorithms
-    of the run are such, `true` is refused. `false` trains every group; choose it where sampling costs more than
-    training."""
+    """Drops groups without any advantage, at most `buffer.groups_per_step` per step, and plays others instead. Groups
+    of an algorithm that learns from equal returns stay; if all algorithms do, `true` is refused. Choose `false`, which
+    trains every group, where sampling costs more than training."""
 
     close: Literal["auto", "full", "quorum"] | int = "auto"
-    """Rule that closes a group: `full` when all members have ended, `quorum` when three in four are scored, or a number
-    of scored members, from 2. `auto` is `quorum`, but `full` in synchronous training (`buffer.max_lag = 0`)."""
+    """Rule that closes a group: once all members have ended (`full`), three in four are scored (`quorum`), or so many
+    are scored (a number from 2). `auto` is `quorum`, but `full` if `buffer.max_lag = 0`."""
 
     quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """Seconds to wait for the remaining members of a group once its quorum is reached. Choose less than the time of an
-    optimizer step."""
+    """Seconds to wait for a group's remaining members once its quorum is reached. Choose less than an optimizer step
+    takes."""
 
     wait_at_bound: Wait = "always"
-    """Limit of the learner's wait for running episodes that its next step would make too old (`buffer.max_lag`).
-    `always` waits until they end, 0 never waits, and another number bounds the waits of the whole run to so many times
-    the learner's working time."""
+    """Limit of the learner's wait for running episodes that its next step would make too old: `always` waits until they
+    end, 0 never waits, and another number bounds all waits of the run to so many times the learner's working time."""
 
     keep_steps: Annotated[int, Field(ge=0)] = 50
-    """Number of optimizer steps up to the oldest checkpoint whose trained groups keep their token arrays in the store,
-    as all later groups do. Of older groups one in fifty keeps them. Lower it to save disk space."""
+    """Number of optimizer steps before the oldest checkpoint whose trained groups keep their tokens in the store. Of
+    older groups one in fifty does. Lower it to save disk space."""
 
     @field_validator("close")
     @classmethod
@@ -189,8 +187,8 @@ class PivotSettings(Section):
     """Number of members of a fork, at most `rollout.group_size`."""
 
     rule: str = "uniform"
-    """Rule that chooses the turn of a fork: `uniform` (any turn), `entropy` (the turn with the least expected tokens),
-    `low_reward` (the first turn with a negative process reward), or a function of your own as `module:function`."""
+    """Rule that chooses the turn of a fork: any turn (`uniform`), the one with the least expected tokens (`entropy`),
+    the first with a negative process reward (`low_reward`), or `module:function` of yours."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -210,15 +208,15 @@ class CompactionSettings(Section):
     `docs/how-to/long-episodes.md`."""
 
     at: Annotated[float, Field(gt=0, lt=1)] = 0.6
-    """Share of `rollout.max_context` at which the conversation is shortened. The rest must hold one more answer of the
-    environment, and the policy's notes."""
+    """Share of `rollout.max_context` at which the conversation is shortened. The rest must hold one more answer and the
+    policy's notes."""
 
     how: str = "summary"
-    """Method of shortening: `summary` lets the policy write notes, `drop_tools` removes the text of old tool answers,
-    and `module:function` calls a function of your own."""
+    """Method: the policy writes notes (`summary`), old tool answers lose their text (`drop_tools`), or
+    `module:function` of yours."""
 
     request: Annotated[str, Field(min_length=1)] = _ASK_FOR_NOTES
-    """User message that asks the policy for its notes, with `rollout.compaction.how = "summary"`."""
+    """User message that asks for the notes of `rollout.compaction.how = "summary"`."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -232,50 +230,46 @@ class RewardSource(Section):
     """Scores single turns, in addition to the environment. See `docs/how-to/process-rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-    """Name of the source in tables and records. The name `env` is reserved for the environment."""
+    """Name of the source in tables and records. `env` is reserved for the environment."""
 
     kind: Literal["callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"]
-    """Method that scores a turn: a function (`callable`), differences of a potential (`shaping`), tests in a fresh box
-    (`tests`), a reward model (`prm`), a chat model with a rubric (`judge`), a teacher model (`teacher`), or a
-    punishment of long turns (`overlong`). See `docs/how-to/process-rewards.md`."""
+    """Scorer of a turn: a function (`callable`), differences of a potential (`shaping`), tests in a fresh box
+    (`tests`), a reward model (`prm`), a chat model with a rubric (`judge`), a teacher model (`teacher`), or a cost of
+    long turns (`overlong`). See `docs/how-to/process-rewards.md`."""
 
     call: str | None = None
-    """Function that scores, as `module:name` or `file.py:name`. For the kinds `callable` and `shaping` it maps the
-    trajectory up to the turn to a float; for `tests` it maps the task to test files by their paths, which are added to
-    those of `rewards.files`."""
+    """Function as `module:name` or `file.py:name`. For `callable` and `shaping` it maps the trajectory up to the turn
+    to a float; for `tests` it maps the task to more test files, by their paths."""
 
     command: list[str] = Field(default_factory=list)
-    """Command that runs the tests in their box, as a list of words, for the kind `tests`. With the kind `shaping`, the
-    share of tests that passed becomes the potential."""
+    """Command that runs the `tests` in their box, as a list of words. With `shaping`, the share of passed tests becomes
+    the potential."""
 
     files: str | None = None
-    """Folder of test files that are copied into the test box, beside the agent's work. A relative path starts at the
-    run file's folder."""
+    """Folder of test files to copy into the test box, beside the agent's work. A relative path starts at the run file's
+    folder."""
 
     score: Literal["share", "exit", "number"] = "share"
-    """Reading of a test run: `share` is the share of tests that passed, `exit` is 1 for exit code 0, and `number` is
-    the last line that the command prints, a number from 0 to 1."""
+    """Reading of a test run: the share of passed tests (`share`), 1 for exit code 0 (`exit`), or the last line that the
+    command prints, a number from 0 to 1 (`number`)."""
 
     sandbox: str = Field(default_factory=default_sandbox)
-    """Sandbox backend that makes the boxes for tests, such as `bubblewrap` or `docker`."""
+    """Backend that makes the boxes for tests, such as `bubblewrap` or `docker`."""
 
     image: str | None = None
-    """Image of the boxes for tests. Without it, the default of the backend that `rewards.sandbox` names."""
+    """Image of the boxes for tests. Without it, the backend's default."""
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount in the formula of the kind `shaping`. Give it the value of `algo.discount`."""
+    """Discount in the formula of `shaping`. Give it the value of `algo.discount`."""
 
     margin_tokens: Count | None = None
-    """Number of tokens before `rollout.max_tokens_per_turn`, where a turn is cut, over which the cost of the kind
-    `overlong` rises from 0 to 1."""
+    """Number of tokens before `rollout.max_tokens_per_turn` over which the cost of `overlong` rises from 0 to 1."""
 
     url: str | None = None
-    """URL of the server, for the kinds `prm`, `judge` and `teacher`. For a teacher, `policy` means the run's own
-    engines."""
+    """URL of the server, for `prm`, `judge` and `teacher`. A teacher at `policy` is the run's own engines."""
 
     prompt: str | None = None
-    """System message that only the teacher reads, before the episode. Without it, the teacher reads the episode
-    alone."""
+    """System message that only the teacher reads, before the episode."""
 
     envs: list[str] = Field(default_factory=list)
     """Ids of the environments that the teacher teaches. An empty list means all."""
@@ -284,40 +278,39 @@ class RewardSource(Section):
     """Name by which the server knows the model. Without it, the server's only model."""
 
     api_key_env: str | None = None
-    """Environment variable with the API key that the server at `rewards.url` requires. Without it, no key is sent. The
-    run's own engines (`rewards.url = "policy"`) need none."""
+    """Environment variable with the key for the server at `rewards.url`. Without it, none is sent; the run's own
+    engines need none."""
 
     rubric: str | None = None
     """Rubric by which a judge scores the last action, from 0 to 1."""
 
     label: Annotated[int, Field(ge=0)] = 0
-    """Index of the reward model's output that is the score, for a model with several outputs (kind `prm`)."""
+    """Index of the output that is the score, for a reward model with several (`prm`)."""
 
     activation: bool = False
-    """Applies a sigmoid (one output) or softmax (several) to the outputs of a reward model (kind `prm`)."""
+    """Applies a sigmoid (one output) or softmax (several) to a reward model's outputs (`prm`)."""
 
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of the source's score in the process reward of a turn. It has no effect for a teacher, whose scores are no
-    part of the reward."""
+    """Factor of the source's score in a turn's process reward. A teacher's scores are no part of the reward."""
 
     concurrency: Count = 8
     """Maximum number of simultaneous calls to the source."""
 
     call_deadline_s: Positive = 30.0
-    """Seconds after which one call to the source counts as failed. A test command may run for two thirds of them: work
-    that takes longer gets 0, and the rest is for making its box."""
+    """Seconds after which one call counts as failed. A test command may run for two thirds of them, and gets 0 beyond;
+    the rest is for making its box."""
 
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of repeated calls after a failed call."""
 
     deadline_s: Positive = 120.0
-    """Seconds to wait for missing scores after the end of an episode; then `rewards.late` applies. It must be below
+    """Seconds to wait for missing scores after an episode's end; then `rewards.late` applies. It must be below
     `train.stall_deadline_s`."""
 
     late: Literal["drop", "neutral", "partial"] = "drop"
     """Treatment of an episode that lacks scores at `rewards[].deadline_s`: `drop` removes it from loss and baseline,
-    `neutral` ignores all scores that this source gave it, and `partial` counts the scores that arrived. A teacher needs
-    `partial`; the kind `shaping` allows `drop` and `neutral`."""
+    `neutral` ignores all its scores of this source, `partial` counts those that arrived. A teacher needs `partial`;
+    `shaping` excludes it."""
 
     @property
     def box_s(self) -> float:
@@ -384,16 +377,13 @@ class HeldOut(Section):
     environment."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment's constructor. If the set is in the training environment, they override single
-    entries of `env.kwargs`."""
+    """Arguments of the environment's constructor, laid over `env.kwargs` in the training environment."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Reset options of the set's episodes. If the set is in the training environment, they override single entries of
-    `env.options`."""
+    """Reset options of the set's episodes, laid over `env.options` in the training environment."""
 
     n: Count = 256
-    """Number of tasks in the set, each played in `eval.samples` episodes. Without it, a set of rows has each row
-    once."""
+    """Number of tasks, each played in `eval.samples` episodes. Without it, a set of rows has each row once."""
 
     first_seed: Annotated[int, Field(ge=0)] = 1_000_000_000
     """First seed of the set's tasks. Keep it far from the seeds of training."""
@@ -408,27 +398,25 @@ class Alarms(Section):
     `docs/reference/metrics.md`."""
 
     mismatch_above: Positive | None = 0.2
-    """Threshold for the mean absolute difference between the log-probabilities that engine and learner give fresh
-    tokens (lag 0), in nats. `false` switches the alarm off."""
+    """Threshold in nats for the mean absolute difference between the log-probabilities of engine and learner on fresh
+    tokens (lag 0)."""
 
     ess_below: Annotated[float, Field(ge=0, le=1)] | None = 0.3
-    """Threshold for the effective sample size, as a share of the sample size. `false` switches the alarm off."""
+    """Threshold for the effective sample size, as a share of the sample size."""
 
     kl_above: Positive | None = 0.3
-    """Threshold for the KL divergence of the behaviour policy to the learner, in nats per token. `false` switches the
-    alarm off."""
+    """Threshold for the KL divergence of the behaviour policy to the learner, in nats per token."""
 
     entropy_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Threshold for the entropy of the policy, in nats. Without it, there is no such alarm, as the right value depends
-    on the model."""
+    """Threshold for the policy's entropy, in nats. There is no default, as the right value depends on the model."""
 
     clip_above: Annotated[float, Field(ge=0, le=1)] | None = 0.5
-    """Threshold for the share of tokens that the algorithm's clip cut. `false` switches the alarm off."""
+    """Threshold for the share of tokens that the algorithm's clip cut."""
 
     actions: dict[Watched, Action] = Field(default_factory=dict[Watched, Action])
-    """Actions by alarm name (`mismatch`, `ess`, `kl`, `entropy`, `clip`, `non_finite`, `routing`); an alarm without an
-    entry is `warn`. `warn` prints a line, `lower_lag` halves `buffer.max_lag` until 10 steps have passed without such
-    an alarm, and `stop` saves and ends the run."""
+    """Actions by alarm name (`mismatch`, `ess`, `kl`, `entropy`, `clip`, `non_finite`, `routing`), by default `warn`,
+    which prints a line. `lower_lag` halves `buffer.max_lag` until 10 steps have passed without such an alarm; `stop`
+    saves and ends the run."""
 
     def action(self, name: Watched) -> Action:
         """Return what the alarm of that name does."""
@@ -440,27 +428,26 @@ class Evaluation(Section):
     every `every` optimizer steps."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps between evaluations during training. 0 evaluates only before and after training."""
+    """Optimizer steps between evaluations during training. 0 evaluates only before and after it."""
 
     during: list[str] | None = None
-    """Names of the held-out sets that are measured during training. Without it, the first set."""
+    """Names of the held-out sets to measure during training. Without it, the first one."""
 
     n_during: Count = 96
-    """Maximum number of tasks of each set in an evaluation during training."""
+    """Largest number of tasks of each set in an evaluation during training."""
 
     engines: Annotated[int, Field(ge=0)] | list[Gpus] = 0
-    """Number of engines that only evaluate during training, beside the training engines, or with vLLM the GPUs of each,
-    such as `[[1], [2]]`. 0 evaluates on the training engines."""
+    """Number of engines for evaluation during training alone, or with vLLM their GPUs, such as `[[1], [2]]`. 0
+    evaluates on the training engines."""
 
     samples: Count = 1
-    """Number of episodes of each task. Evaluation reports pass@k for k = 1, 2, 4, … up to this number."""
+    """Number of episodes of each task, from which pass@k is reported for k = 1, 2, 4, … up to it."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Sampling temperature of evaluation. 0 is greedy. Without it, `rollout.temperature`."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus of evaluation: a token is sampled from the fewest tokens that together have this probability. Without it,
-    `rollout.top_p`."""
+    """Probability mass that evaluation samples from. Without it, `rollout.top_p`."""
 
     sets: list[HeldOut] = Field(default_factory=list[HeldOut])
 
@@ -640,16 +627,15 @@ class DockerSettings(Section):
     environment variables choose it."""
 
     base_url: str | None = None
-    """Address of the docker engine: `tcp://HOST:2376` or `unix:///PATH`. Without it, the address in `DOCKER_HOST`, or
-    else docker's socket on this machine."""
+    """Address of the docker engine: `tcp://HOST:2376` or `unix:///PATH`. Without it, `DOCKER_HOST`, else docker's
+    socket on this machine."""
 
     cert_path: str | None = None
-    """Folder with `ca.pem`, `cert.pem` and `key.pem`, required if `sandbox.docker.base_url` is a `tcp://` address, and
-    refused otherwise. A relative path starts at the run file's folder. On a cluster, every node needs the folder at
-    this path."""
+    """Folder with `ca.pem`, `cert.pem` and `key.pem`, required for a `tcp://` address and refused for others. A
+    relative path starts at the run file's folder; on a cluster every node needs it."""
 
     image: str | None = None
-    """Image of boxes whose environment names no image. Without it, such an environment gets no box."""
+    """Image of boxes whose environment names none. Without it, such an environment gets no box."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -669,7 +655,7 @@ class BubblewrapSettings(Section):
     """Folders that the boxes of the backend `bubblewrap` see beside this machine's /usr, for a whole run."""
 
     readonly: dict[str, str] = Field(default_factory=dict)
-    """Read-only folders in every box: a table from absolute paths on this machine to absolute paths in the box."""
+    """Read-only folders in every box: a table from absolute paths here to absolute paths in the box."""
 
     @model_validator(mode="after")
     def _absolute(self) -> Self:
@@ -687,8 +673,8 @@ class Sandboxes(Section):
     docker: DockerSettings = DockerSettings()
 
     swe_rex: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the backend `swe-rex`: `deployment`, `network`, `image`, and the fields of SWE-ReX's own
-    configuration of the deployment."""
+    """Arguments of the backend `swe-rex`: `deployment`, `network`, `image`, and the fields of SWE-ReX's configuration
+    of that deployment."""
 
     inspect: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the backend `inspect`: `kind`, `config`, `network` and `image`."""

@@ -51,21 +51,20 @@ class ParallelPlan(Section):
     ranks: each rank, or each `context` times `tensor` of them together, computes one pass at a time."""
 
     ranks: Count = 1
-    """Number of processes that share the learner's work, each with a device of its own. 1 divides nothing."""
+    """Number of processes that share the learner's work, each with its own device."""
 
     tensor: Count = 1
-    """Number of ranks that compute each pass together, each with a part of the heads and neurons of every layer (tensor
-    parallelism). This number times `train.parallel.context` must divide `train.parallel.ranks`."""
+    """Number of ranks that compute each pass together, each with a part of every layer's heads and neurons (tensor
+    parallelism). Times `train.parallel.context` it must divide `train.parallel.ranks`."""
 
     context: Count = 1
-    """Number of ranks, or of groups of `train.parallel.tensor` ranks, that compute each pass together, each for a part
-    of its tokens (context parallelism). This number times `train.parallel.tensor` must divide `train.parallel.ranks`.
-    Raise it if one pass or one row is too long for the memory of a rank."""
+    """Number of ranks, or groups of `train.parallel.tensor` ranks, that share the tokens of each pass (context
+    parallelism). Times `train.parallel.tensor` it must divide `train.parallel.ranks`. Raise it if one pass or row is
+    too long for a rank's memory."""
 
     expert: Count = 1
-    """Number of ranks over which the experts of a mixture are divided: each rank keeps its experts, and tokens are sent
-    to the rank that has theirs (expert parallelism). It must divide `train.parallel.ranks`. With 1, each rank gathers
-    the experts of a layer as it comes to it."""
+    """Number of ranks over which a mixture's experts are divided; tokens travel to the rank that has theirs (expert
+    parallelism). It must divide `train.parallel.ranks`. With 1, each rank gathers the experts layer by layer."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -95,74 +94,70 @@ class Train(Section):
     process."""
 
     steps: Count = 100
-    """Number of optimizer steps of the run. A run that has made all its steps goes on if it is resumed with a larger
-    number."""
+    """Number of optimizer steps of the run. A finished run goes on if it is resumed with a larger number."""
 
     optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     """Optimizer of the trained weights. "muon" updates matrices by Muon, and by AdamW the embedding, the output layer,
-    vectors and the fused experts of a mixture. Where memory is short, "adamw8bit" stores the moments of AdamW in 8
-    bits, and "sgd" has none."""
+    vectors and the fused experts of a mixture. "adamw8bit" stores AdamW's moments in 8 bits, and "sgd" has none, which
+    saves memory."""
 
     offload_optimizer: bool = False
-    """Keeps the moments of the optimizer, and the float32 masters of bfloat16 weights, in host memory to save memory of
-    the device. The numbers stay the same; each update is slower. `train.optimizer = "adamw8bit"` excludes it."""
+    """Keeps the optimizer's moments, and the float32 masters of bfloat16 weights, in host memory. The numbers stay the
+    same; each update is slower. "adamw8bit" excludes it."""
 
     lr: Positive = 5e-4
-    """Learning rate after the warmup. A rate that suits AdamW suits "muon" too, whose updates are as large."""
+    """Learning rate after the warmup. A rate that suits AdamW suits "muon" too."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 5
-    """Number of first steps in which the learning rate rises from 0 to `train.lr`. 0 begins with the full rate."""
+    """Number of first steps in which the learning rate rises from 0 to `train.lr`."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate from the end of the warmup to the last step: it stays ("constant"), or it falls to
-    `train.lr_min` in a straight line ("linear") or along half a cosine ("cosine")."""
+    """Course of the learning rate from the warmup to the last step: it stays ("constant"), or falls to `train.lr_min`
+    in a straight line ("linear") or along half a cosine ("cosine")."""
 
     lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Learning rate of the last step, if `train.lr_schedule` lets the rate fall; it must be below `train.lr`. With 0,
-    the rate reaches 0 only in the step after the last one. A critic's rate falls in proportion."""
+    """Learning rate of the last step if it falls, below `train.lr`. With 0, the rate reaches 0 only in the step after.
+    A critic's rate falls in proportion."""
 
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight decay of matrices; norms and biases have none."""
 
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the first and the second moment in AdamW, also in its 8-bit form and in the part of "muon" that is
-    AdamW. They have no effect with "sgd"."""
+    """Decay rates of AdamW's first and second moment, also with "adamw8bit" and where "muon" uses AdamW."""
 
     grad_clip: Positive | None = 1.0
-    """Largest norm of a model's gradient in an update; a larger gradient is scaled down to it. Without it, gradients
-    are not clipped."""
+    """Largest norm of a model's gradient in an update; a larger one is scaled down to it."""
 
     max_skipped: Annotated[int, Field(ge=0)] = 3
-    """Number of updates in a row that may be skipped because a gradient or the loss is not finite. One more ends the
-    run, which can be resumed with a larger number."""
+    """Number of updates in a row that may be skipped because the gradient or the loss is not finite. One more ends the
+    run."""
 
     tokens_per_batch: Count = 4096
-    """Largest number of tokens that are packed into one forward pass; gradients accumulate over the passes of an
-    update. It must be at least `rollout.max_context`. Lower it if the learner runs out of memory."""
+    """Largest number of tokens in one forward pass, at least `rollout.max_context`; gradients accumulate over the
+    passes of an update. Lower it if the learner runs out of memory."""
 
     logits_mb: Count = 1024
-    """Memory for the logits of a pass, in MiB. A pass whose logits do not fit computes them in parts, and a second time
-    in the backward pass."""
+    """Memory in MiB for the logits of a pass. Logits that do not fit are computed in parts, and a second time in the
+    backward pass."""
 
     threads: Count = 1
-    """Number of CPU threads for the arithmetic of the learner, in each of its ranks."""
+    """Number of CPU threads of each rank of the learner."""
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+(,\d+)*)?)$")] = "cpu"
-    """Device of the learner: "cpu", "cuda", or GPUs by their numbers. "cuda:1" is the GPU of the first rank, from which
-    on the other ranks take theirs; "cuda:0,2,3" names the GPU of each rank (`train.parallel.ranks`)."""
+    """Device of the learner: "cpu", "cuda", or GPUs by number. "cuda:1" is the first rank's GPU, and the other ranks
+    take those after it; "cuda:0,2,3" names the GPU of each rank."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which a pass computes, and in which frozen matrices are stored."""
+    """Number format in which a pass computes and frozen matrices are stored."""
 
     weights: Literal["float32", "bfloat16", "bfloat16_alone"] = "float32"
-    """Number format of trained matrices between passes; the embedding stays in float32. "bfloat16" has a float32 copy
-    beside them, which the optimizer updates, and saves memory only with `train.offload_optimizer`. "bfloat16_alone" has
-    no copy: each update is rounded up or down at random, which saves memory and adds noise. Both need `train.dtype =
-    "bfloat16"`, a single rank and no adapter."""
+    """Number format of trained matrices between passes, apart from the embedding. "bfloat16" has float32 copies beside
+    them for the optimizer, and saves memory only with `train.offload_optimizer`. "bfloat16_alone" has none: updates are
+    rounded at random, which saves memory and adds noise. Both need `train.dtype = "bfloat16"`, a single rank and no
+    adapter."""
 
     minibatches: Count = 1
-    """Number of optimizer updates into which the groups of a step are divided, each with its part of the groups. With
-    1, and `train.epochs = 1`, a step makes a single update."""
+    """Number of optimizer updates into which the groups of a step are divided."""
 
     epochs: Count = 1
     """Number of times that a step goes over its groups, each time with `train.minibatches` updates."""
@@ -171,50 +166,47 @@ class Train(Section):
     """Weight of the loss that evens the load of the experts of a mixture. 0 leaves it out."""
 
     gradient_checkpointing: bool | Literal["offload"] = False
-    """Recomputes activations in the backward pass instead of keeping them. This needs less memory and about a third
-    more computation. "offload" also keeps the inputs of layers, from which they are recomputed, in host memory: passes
-    are slower and need still less memory of the device."""
+    """Recomputes activations in the backward pass instead of keeping them: less memory, a third more computation.
+    "offload" also keeps the layers' inputs in host memory, which is slower and saves still more."""
 
     compile: bool = False
-    """Compiles what a layer computes, except attention, for faster passes. It takes half a minute at the start and
-    needs a C++ compiler and a single rank."""
+    """Compiles what a layer computes, except attention, for faster passes. It takes half a minute at the start, a C++
+    compiler and a single rank."""
 
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    """Attention kernel for prefix trees: "sdpa" works everywhere, "varlen" needs CUDA and bfloat16, and "flex" is for
-    CUDA. "auto" takes the fastest that works on this device."""
+    """Attention kernel for prefix trees: "sdpa" works everywhere, "varlen" needs CUDA and bfloat16, "flex" is for CUDA.
+    "auto" takes the fastest that works here."""
 
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of a LoRA adapter that is trained over frozen weights. 0 trains all weights."""
 
     lora_alpha: Count | None = None
-    """Scale of the adapter times its rank: what the adapter adds to a layer is multiplied by `train.lora_alpha` /
+    """Scale of the adapter times its rank: it multiplies what the adapter adds by `train.lora_alpha` /
     `train.lora_rank`. Without it, twice the rank."""
 
     lora_targets: list[str] = Field(default_factory=list)
-    """Ends of the names of the layers that have an adapter, such as "q_proj". An empty list takes all linear layers and
-    experts, but no routers of mixtures. The embedding and the output layer never have an adapter."""
+    """Ends of the names of the layers with an adapter, such as "q_proj". An empty list takes all linear layers and
+    experts, but no routers. The embedding and the output layer never have one."""
 
     checkpoint_every: Count = 20
-    """Number of steps after which the learner writes a checkpoint; it writes one earlier if ten minutes are over. A
-    learner that dies loses no more steps than this, and no more than ten minutes and one step."""
+    """Number of steps between checkpoints; one is also written after ten minutes. A learner that dies loses no more
+    steps than this, and no more than ten minutes and one step."""
 
     keep_checkpoints: Count = 2
-    """Number of newest checkpoints that stay on the disk; older ones are removed. Raise it to go back further, for
-    instance with `agentrl retrain`."""
+    """Number of newest checkpoints to keep. Raise it to go back further, for instance with `agentrl retrain`."""
 
     liveness_deadline_s: Positive = 60.0
-    """Seconds for which the learner's process may be stopped, for instance by SIGSTOP, before it is killed and started
-    again. It holds as well for a supervisor under `agentrl train --keep-alive` that is stopped or whose loop stands
-    still."""
+    """Seconds for which the learner may be stopped, for instance by SIGSTOP, before it is killed and started again.
+    Under `agentrl train --keep-alive` it holds for a supervisor that stands still, too."""
 
     progress_deadline_s: Positive = 300.0
-    """Seconds within which the learner must end a pass or write a file; otherwise it is killed and started again. Raise
-    it if a single pass takes longer. A rank has half of them to come to a collective, or to write anything of its part
-    of a checkpoint: then the learner is started again, and the error names the rank that was late."""
+    """Seconds in which the learner must end a pass or write a file, or it is killed and started again. Raise it if a
+    pass takes longer. A rank has half of them to come to a collective or to write more of its checkpoint; the error
+    names the late one."""
 
     stall_deadline_s: Positive = 600.0
-    """Seconds without any turn, answer, score, ended episode or step after which the run fails. It must be longer than
-    the deadline of each reward source (`rewards[].deadline_s`)."""
+    """Seconds without any turn, answer, score, ended episode or step after which the run fails. It must exceed every
+    `rewards[].deadline_s`."""
 
     parallel: ParallelPlan = ParallelPlan()
 
