@@ -24,6 +24,7 @@ from typing import Any, cast
 from agentrl.config import RunConfig, apply_override, parse
 from agentrl.errors import ModelError
 from agentrl.host.cores import multiplies_bfloat16
+from agentrl.host.quick_imports import quick_imports
 from agentrl.learner.checkpoints.model_files import copy_description
 from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
@@ -200,13 +201,18 @@ def _known(template: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+@quick_imports()
 def _make(model: str, folder: Path) -> bool:
     """Save a random model of the architecture of `model`; whether it is a mixture."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
-    family = next((model_kind for name_pattern, model_kind in _FAMILIES if re.fullmatch(name_pattern, model)), None)
-    source_folder = model_dir(_STAND_IN if family else model)
+    cast(
+        Any, logging
+    ).disable_progress_bar()  # the file is written at once, and its bar would be the command's first line
+    family = next((kind for pattern, kind in _FAMILIES if re.fullmatch(pattern, model)), None)
+    source = model_dir(_STAND_IN if family else model)
     folder.mkdir(parents=True, exist_ok=True)
     copy_description(source_folder, folder, but={"config.json"})
     source_config: dict[str, Any] = json.loads((source_folder / "config.json").read_text())

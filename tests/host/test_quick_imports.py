@@ -53,3 +53,18 @@ def test_an_engine_of_a_text_model_loads_torch_and_no_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "['torch']", done.stderr
+
+
+def test_a_tiny_model_is_made_without_a_word_of_other_packages(tmp_path: Path) -> None:
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("print('Failed to load a library')")
+    code = (
+        "import sys; from pathlib import Path; from agentrl import config\n"
+        "from agentrl.offline.tiny_run import shrunk\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "run = config.parse({'model': 'agentrl/tiny-coder', 'env': {'id': 'agentrl/Calculator-v0'}})\n"
+        f"shrunk(run, Path({str(tmp_path / 'model')!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (tmp_path / "model" / "model.safetensors").is_file(), done.stderr
+    assert done.stdout + done.stderr == ""
