@@ -261,10 +261,14 @@ class Metrics(StorePart):
 
     @retried
     def waited(self) -> Waits:
-        """How long training episodes waited. Reads every ended episode: call it at the end of a run."""
+        """How long training episodes waited. Reads every ended episode: call it at the end of a run.
+
+        What began before the host's clock was set back, and ended after, counts as 0 s. Its true duration is not in
+        the store, whose times outlive processes and so cannot come from a monotonic clock."""
+        spent = "CASE WHEN {0}.ended_s > {0}.started_s THEN {0}.ended_s - {0}.started_s ELSE 0 END"
         with self._db.read():
-            time_row = self._db.row(
-                "SELECT TOTAL(ended_s - started_s), TOTAL((SELECT SUM(t.ended_s - t.started_s) FROM turns t"
+            row = self._db.row(
+                f"SELECT TOTAL({spent.format('episodes')}), TOTAL((SELECT SUM({spent.format('t')}) FROM turns t"
                 "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial))"
                 " FROM episodes WHERE evaluation = 0 AND ended_s IS NOT NULL AND started_s IS NOT NULL"
             )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import DiskFull
+from agentrl.records import StopReason
 from agentrl.run.telemetry import Telemetry
-from agentrl.store import RunStore, StoreError
+from agentrl.store import Ending, RunStore, StoreError
 
-from .play import Clock, admit, play, serve
+from .play import START, Clock, admit, answer, play, serve, turn
 
 
 def test_values_come_back_by_kind_and_step(store: RunStore, clock: Clock) -> None:
@@ -42,6 +44,23 @@ def test_episodes_wait_for_engines_or_for_their_environments(store: RunStore, cl
     play(store, first, turns=3)
     play(store, second, turns=1)
     assert store.metrics.waited() == (2.0, 38.0)
+
+
+def test_waits_are_not_negative_after_the_clock_was_set_back(store: RunStore, clock: Clock) -> None:
+    serve(store, 0)
+    admit(store, limit=1)
+    first, second, *_ = store.leases.claim("worker", 2, lease_s=30.0)
+    clock.now += 20.0
+    play(store, first, turns=3)
+    one_turn = turn(0, store.versions.current_version().version)
+    set_back = replace(one_turn, ended_s=one_turn.started_s - 1000.0)
+    store.journal.begin(second.episode_id, second.fence, START)
+    store.journal.journal_turn(second.episode_id, second.fence, set_back)
+    store.journal.journal_step(second.episode_id, second.fence, 0, answer(0, last=True))
+    clock.now -= 1000.0
+    ending = Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    store.journal.finish(second.episode_id, second.fence, ending)
+    assert store.metrics.waited() == (1.5, 18.5)
 
 
 def test_values_that_are_not_json_are_refused_by_kind(store: RunStore) -> None:
