@@ -57,7 +57,7 @@ class RowsEnv(Env):
     an answer, those that have not judged it yet give 0, as the answer could have caused that, and the info names them
     in `scores_late`; in a thread nothing ends them. The wait for a free process, its start, and time in which this
     machine gives it no processor do not count. A function that raises fails the episode. One that abstains (None, as
-    in TRL) adds nothing, and has no entry in the info's `scores`."""
+    in TRL) adds nothing, and has no entry in the info's `scores`. `tools` are refused: `RowsToolEnv` takes them."""
 
     replayable = True
 
@@ -73,10 +73,11 @@ class RowsEnv(Env):
         success_from: float = 1.0,
         processes: int = 8,
         reward_s: float = 20.0,
+        tools: Sequence[Named] = (),
     ) -> None:
-        if not _is_list(rewards) or not all(
-            isinstance(reward_name, str) for reward_name in cast("Sequence[object]", rewards)
-        ):
+        if tools:
+            raise UsageError(f"tools = {tools!r}: a question with one answer has none: give env.id = {TOOLS_ID!r}")
+        if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
             raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
         if not rewards:
             raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")

@@ -368,3 +368,10 @@ def test_math_verify_judges_within_its_own_time_limits() -> None:
     one = env("equal", reward_s=100.0)
     assert outcome(one, "$\\frac{2}{4}$", answer="$0.5$") == 1.0
     assert outcome(one, "$\\frac{3}{4}$", answer="$0.5$") == 0.0
+
+
+def test_tools_are_refused_with_the_id_of_the_environment_that_takes_them() -> None:
+    with pytest.raises(
+        UsageError, match=r"^tools = \['tools.py:add'\]: .* env.id = 'agentrl.env.dataset_env:RowsToolEnv'$"
+    ):
+        RowsEnv(rewards=[f"{HERE}:numpy_bool"], tools=["tools.py:add"])
