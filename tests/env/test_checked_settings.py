@@ -11,10 +11,13 @@ import pytest
 from each_case import each_case
 
 from agentrl.env import EpisodeLimits, ToolEnv
+from agentrl.env.agent_programs.program_env import ProgramEnv
 from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import ConfigError, UsageError
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.testing.fake_sandbox import FakeSandbox
+from agentrl_environments.code_repair import CodeRepair
+from agentrl_environments.repo_repair import RepoRepair
 from agentrl_environments.retrieval import Retrieval
 from agentrl_environments.swe import SWE
 from agentrl_tools.fetch import HttpFetch
@@ -146,3 +149,21 @@ def test_a_library_of_ones_own_is_checked_when_it_is_read(tmp_path: Path) -> Non
 def test_limits_of_a_box_bound_something(limits: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Limits(**limits)
+
+
+@each_case(
+    ("make", "field"),
+    [
+        (lambda name: CodeRepair(sandbox=name), "sandbox"),
+        (lambda name: RepoRepair(sandbox=name), "sandbox"),
+        (lambda name: ProgramEnv(["true"], sandbox=name), "sandbox"),
+        (lambda name: ToolEnv(box={"sandbox": name}), "box.sandbox"),
+    ],
+)
+def test_a_sandbox_that_nobody_offers_is_refused_where_the_environment_is_made(make: Any, field: str) -> None:
+    for name, fix in (("bubblewarp", "known: bubblewrap"), ("no_such_boxes.py:Mine", "no such file")):
+        with pytest.raises(ConfigError) as error:
+            make(name)
+        assert (error.value.field, error.value.value) == (field, name)
+        assert fix in error.value.hint
+    make("docker")  # of which nothing is imported yet

@@ -33,6 +33,7 @@ from agentrl.errors import ConfigError, EnvError, InfrastructureError, SandboxPa
 from agentrl.host.clocks import policy_time
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json, Message, Messages, StopReason
+from agentrl.sandbox import known_backend
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
 
@@ -91,7 +92,8 @@ class ProgramEnv(Env):
         if sandbox is not None and callable(self._program):
             raise ConfigError("sandbox", sandbox, "a function runs in this process: give program as a list of texts")
         check_limits(box or {}, "box")
-        self._sandbox, self._image, self._limits = sandbox, image, replace(_LIMITS, **(box or {}))
+        self._sandbox = known_backend(sandbox) if sandbox is not None else None
+        self._image, self._limits = image, replace(_LIMITS, **(box or {}))
         self._boxes: SharedBackend | None = None
         self.box = CurrentBox()
         if tool_format is not None:

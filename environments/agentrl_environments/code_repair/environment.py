@@ -17,6 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
+from agentrl.sandbox import known_backend
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import DEADLINE_S, Runner, Values
@@ -64,7 +65,7 @@ class CodeRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._shuffle = shuffle_tests
-        self._sandbox, self._image = sandbox or default_sandbox(), image
+        self._sandbox, self._image = known_backend(sandbox or default_sandbox()), image
         self._ready, self._remember, self._warm = ready, remember, warm
         self._boxes: SharedBackend | None = None
         self._document = TextLines("")

@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
+from agentrl.sandbox import known_backend
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.judging import DEADLINE_S, SourceJudge
@@ -70,7 +71,7 @@ class RepoRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._process = tuple(process)
-        self._sandbox, self._image = sandbox or default_sandbox(), image
+        self._sandbox, self._image = known_backend(sandbox or default_sandbox()), image
         self._ready, self._remember = ready, remember
         self._box = self.own_box = box = CurrentBox()
         self._boxes: SharedBackend | None = None

@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxLost, 
 from agentrl.host.platform_checks import default_sandbox
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
 from agentrl.records import Json
+from agentrl.sandbox import known_backend
 from agentrl.sandbox.backend_pool import Setup, set_up
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
@@ -92,7 +93,7 @@ class CodingTasks(ToolEnv):
         policy = None if network is None else _policy(network)
         commands = [["sh", "-c", command] for command in setup]
         self._setup = Setup(commands=commands, timeout_s=setup_s, network=policy)
-        self._sandbox, self._ready = sandbox or default_sandbox(), ready
+        self._sandbox, self._ready = known_backend(sandbox or default_sandbox()), ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(
             float(getattr(task.grade, "deadline_s", 0.0)) + sum(step.timeout_s for step in task.collect)
