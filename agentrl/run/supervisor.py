@@ -65,7 +65,7 @@ from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import objects_of
-from agentrl.run.weights.scratch_space import check_room
+from agentrl.run.weights.room_check import check_room
 from agentrl.store import FULL, RunStore, close_policy
 from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.databases import open_store

@@ -13,7 +13,7 @@ from each_case import each_case
 from agentrl import config as configuration
 from agentrl.errors import ConfigError
 from agentrl.models.resolve import engine_dtype, model_dir
-from agentrl.run.weights.scratch_space import check_room
+from agentrl.run.weights.room_check import check_room
 
 FOLDER = model_dir("agentrl/tiny-coder")
 BYTES = (FOLDER / "model.safetensors").stat().st_size  # of float32, and a header of some kilobytes

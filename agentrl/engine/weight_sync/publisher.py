@@ -1,7 +1,7 @@
 """Sends a weight version to the engines, and proves that it arrived.
 
 It owns the retries while all engines restart, the lock of an engine, the canary, and which files stay in scratch for
-engines to read (`agentrl.run.weights.scratch_space` checks that they fit). How a version
+engines to read (`agentrl.run.weights.room_check` checks that they fit). How a version
 travels is its transport's (`agentrl.engine.weight_sync.transport`). The weights and the
 canary's expected values come from the learner: no torch here. A version counts as sent when an engine
 confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
