@@ -170,6 +170,15 @@ licences: setup ## the licences of what a run installs, in build/licences.md; a 
 	  --partial-match --fail-on="GNU;GPL" --output-file=build/licences.md \
 	  --packages $$(grep -oE '^[A-Za-z0-9_.-]+' requirements/runtime.txt)
 
+# Of the pinned set and not of .venv, which holds the packages of the tests as well. The command checks its file by
+# CycloneDX's schema; the count sees that no line of the set was passed over.
+.PHONY: sbom
+sbom: setup ## what the wheel with the extra `train` installs, as CycloneDX, in build/sbom.json
+	@mkdir -p build
+	$(BIN)/uv tool run --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py requirements requirements/runtime.txt \
+	  --pyproject pyproject.toml --output-reproducible --validate --output-file build/sbom.json
+	@test $$(grep -c '"purl": "pkg:pypi/' build/sbom.json) -ge $$(grep -c == requirements/runtime.txt)
+
 .PHONY: docs
 docs: $(VENV)/.docs ## the documentation site, in build/site; a warning or a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
