@@ -82,7 +82,7 @@ async def check_sandbox(
 
 
 def tables(reports: Iterable[Report]) -> str:
-    """The reports side by side as Markdown, one table per suite."""
+    """The reports together as Markdown, one list per suite. A case without a note holds with every backend."""
     reports = list(reports)
     results: Mapping[str, Mapping[str, Outcome]] = {
         report.backend: {outcome.case.name: outcome for outcome in report.outcomes} for report in reports
@@ -90,19 +90,20 @@ def tables(reports: Iterable[Report]) -> str:
     lines: list[str] = []
     for suite, title in (("conformance", "Conformance"), ("red team", "Red team")):
         cases = [each for each in CASES if each.suite == suite]
-        lines += [f"### {title}", "", f"| case | {' | '.join(results)} |", "| --- |" + " --- |" * len(results)]
-        for each in cases:
-            cells = [_cell(results[name].get(each.name)) for name in results]
-            lines.append(f"| {each.name} | {' | '.join(cells)} |")
         verdicts = [
-            f"{sum(not results[name][each.name].problem for each in cases if each.name in results[name])}/{len(cases)}"
+            f"{name} {sum(not results[name][each.name].problem for each in cases if each.name in results[name])}"
             for name in results
         ]
-        lines += [f"| **held** | {' | '.join(verdicts)} |", ""]
+        lines += [f"## {title}", "", f"Of {len(cases)} cases hold: {', '.join(verdicts)}.", ""]
+        for each in cases:
+            notes = [f"{name} {note}" for name in results if (note := _note(results[name].get(each.name)))]
+            lines.append(f"- {each.name}{': ' if notes else ''}{'; '.join(notes)}")
+        lines.append("")
     return "\n".join(lines)
 
 
-def _cell(outcome: Outcome | None) -> str:
+def _note(outcome: Outcome | None) -> str:
+    """What a reader has to know of a case that does not hold."""
     if outcome is None:
-        return "not run"
-    return f"**broken**: {outcome.problem}" if outcome.problem else "holds"
+        return "**not run**"
+    return f"**broken** ({outcome.problem})" if outcome.problem else ""
