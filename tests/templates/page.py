@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -28,7 +29,8 @@ A conversation grows by appending: the tokens that a model sampled stay as they 
 behind them is added. The table says for each real template, as other packages ship it, whether *prompt, sampled tokens
 and extension* are, token by token, what the template itself writes for the whole history: with each token that may end
 the turn, and for a turn that was cut at its limit. `user`, `tool` and `two tools` are what follows the turn: a user's
-message, the answer to one call, and to two. `sft` says how a demonstration with a call is trained.
+message, the answer to one call, and to two. `sft` says how a demonstration with a call is trained; it is refused if the
+template does not write the message of that index where the assistant speaks.
 
 - **equal**: token by token.
 - **equal; rewritten**: the extension is equal, but the template writes the turn itself otherwise in a history than
@@ -107,9 +109,8 @@ def page() -> str:
     # Most templates of a family behave alike: one line for all that do.
     names: dict[str, list[str]] = {}
     for row in taken:
-        names.setdefault(f"{row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {row.sft}", []).append(
-            row.name
-        )
+        sft = re.sub(r"refused: does not write (message \d) where the assistant speaks", r"refused: \1", row.sft)
+        names.setdefault(f"{row.dialect} | {' | '.join(row.of(kind) for kind in NEXTS)} | {sft}", []).append(row.name)
     lines += [f"| {', '.join(alike)} | {results} |" for results, alike in names.items()]
     lines += ["\n## Refused\n", "| template | why |", "| --- | --- |"]
     lines += [f"| {row.name} | {row.refused} |" for row in rows if row.refused]
