@@ -187,6 +187,8 @@ def test_a_file_that_is_not_toml_says_so(tmp_path: Path) -> None:
         config.load(file)
     with pytest.raises(UsageError, match="cannot read run file"):
         config.load(tmp_path / "missing.toml")
+    with pytest.raises(UsageError, match="examples lie in its repository"):
+        config.load(Path("examples/missing.toml"))
 
 
 def test_json_carries_the_whole_configuration() -> None:
