@@ -48,8 +48,9 @@ class Clipped(Algorithm):
     Below it, a token with a negative advantage adds no gradient."""
 
     clip_high: Positive = 0.28
-    """Distance above 1 at which PPO's clip cuts that ratio. Above it, a token with a positive advantage adds no
-    gradient. A larger value than `algo.clip_low` leaves unlikely tokens more room (clip-higher, Yu et al. 2025)."""
+    """Distance above 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step.
+    Above it, a token with a positive advantage adds no gradient. A larger value than `algo.clip_low` leaves unlikely
+    tokens more room (clip-higher, Yu et al. 2025)."""
 
     clip_from: Literal["auto", "proximal", "behaviour"] = "auto"
     """Policy that the clip holds a token close to: the policy at the start of the step ("proximal"), or also the policy

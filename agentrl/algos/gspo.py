@@ -34,8 +34,8 @@ class GSPO(GRPO):
     turn with a negative advantage adds no gradient."""
 
     clip_high: Positive = 4e-4
-    """Distance above 1 at which that ratio of a turn is clipped. Above it, a turn with a positive advantage adds no
-    gradient."""
+    """Distance above 1 at which the ratio of a whole turn, the geometric mean over its tokens, is clipped. Above it, a
+    turn with a positive advantage adds no gradient."""
 
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         import torch

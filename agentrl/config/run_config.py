@@ -132,7 +132,7 @@ class Rollout(_Section):
     """Largest number of episodes that run at once in all workers together, at least `rollout.group_size`."""
 
     max_turns: Count | None = None
-    """Largest number of turns of an episode. Without it, the environment alone ends episodes."""
+    """Largest number of turns of an episode. Without it, as many as its environment allows."""
 
     max_tokens_per_turn: Count = 64
     """Largest number of tokens sampled in one turn. A longer turn is cut, and the environment is informed. It must be
