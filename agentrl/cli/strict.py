@@ -23,6 +23,6 @@ Strict = Annotated[
         "--strict",
         envvar=STRICT_VARIABLE,
         callback=_pass_to_processes,
-        help="Refuse input that holds something unused, in the place of naming it",
+        help="Refuse unused input, in the place of naming it",
     ),
 ]
