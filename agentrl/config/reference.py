@@ -100,15 +100,15 @@ def first_keys() -> dict[str, list[Key]]:
 
 def page() -> str:
     """The keys as a documentation page."""
-    lines = [
+    page_lines = [
         "# Run file",
         "",
         "For those who write a run file: every key, its values, its default and its meaning. `agentrl keys --page`",
         "makes this page from the docstrings of the settings.",
         "",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
-        "(`[[eval.sets]]`). A value that may be `false` is switched off by it, or set back to what its meaning names for a",
-        "run file without it; for a number `off` does the same.",
+        "(`[[eval.sets]]`). A value that may be `false` is switched off by it, or set back to what its meaning names for",
+        "a run file without it; for a number `off` does the same.",
         "",
         "**A run file of somebody else is code.** It names Python modules and files (`env.id`, `env.reward`, rewards,",
         "algorithms), and every command that reads it may import them, as your user, outside of any sandbox. So is the",
@@ -120,10 +120,16 @@ def page() -> str:
         "",
     ]
     for question, keys in first_keys().items():
-        lines.append(f"- {question} " + ", ".join(f"`{key.name}`" for key in keys))
+        page_lines.append(f"- {question} " + ", ".join(f"`{key.name}`" for key in keys))
     for table, keys_of_table in groupby(all_keys(), key=_table_of):
-        lines += ["", f"## {table}", "", *([_ALGO, ""] if table == "`[algo]`" else []), *map(_entry, keys_of_table)]
-    return "\n".join(lines) + "\n"
+        page_lines += [
+            "",
+            f"## {table}",
+            "",
+            *([_ALGO, ""] if table == "`[algo]`" else []),
+            *map(_entry, keys_of_table),
+        ]
+    return "\n".join(page_lines) + "\n"
 
 
 _ALGO = (

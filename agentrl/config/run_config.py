@@ -748,13 +748,13 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     Raises ConfigError for a bad setting, UsageError for a file that cannot be read or parsed."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except OSError as file_error:
         hint = (
             "; agentrl's examples lie in its repository, and agentrl demo needs none"
             if path.parts[:1] == ("examples",)
             else ""
         )
-        raise UsageError(f"cannot read run file {str(path)!r}: {error.strerror}{hint}") from error
+        raise UsageError(f"cannot read run file {str(path)!r}: {file_error.strerror}{hint}") from file_error
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no run file: it is not a text in UTF-8") from None
     except tomllib.TOMLDecodeError as file_error:

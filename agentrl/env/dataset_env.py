@@ -77,7 +77,9 @@ class RowsEnv(Env):
     ) -> None:
         if tools:
             raise UsageError(f"tools = {tools!r}: a question with one answer has none: give env.id = {TOOLS_ID!r}")
-        if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
+        if not _is_list(rewards) or not all(
+            isinstance(reward_name, str) for reward_name in cast("Sequence[object]", rewards)
+        ):
             raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
         if not rewards:
             raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")

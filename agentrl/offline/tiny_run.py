@@ -208,11 +208,10 @@ def _make(model: str, folder: Path) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    cast(
-        Any, logging
-    ).disable_progress_bar()  # the file is written at once, and its bar would be the command's first line
-    family = next((kind for pattern, kind in _FAMILIES if re.fullmatch(pattern, model)), None)
-    source = model_dir(_STAND_IN if family else model)
+    # The file is written at once, and its bar would be the first line of the command.
+    cast(Any, logging).disable_progress_bar()
+    family = next((model_kind for name_pattern, model_kind in _FAMILIES if re.fullmatch(name_pattern, model)), None)
+    source_folder = model_dir(_STAND_IN if family else model)
     folder.mkdir(parents=True, exist_ok=True)
     copy_description(source_folder, folder, but={"config.json"})
     source_config: dict[str, Any] = json.loads((source_folder / "config.json").read_text())

@@ -267,7 +267,7 @@ class Metrics(StorePart):
         the store, whose times outlive processes and so cannot come from a monotonic clock."""
         spent = "CASE WHEN {0}.ended_s > {0}.started_s THEN {0}.ended_s - {0}.started_s ELSE 0 END"
         with self._db.read():
-            row = self._db.row(
+            time_row = self._db.row(
                 f"SELECT TOTAL({spent.format('episodes')}), TOTAL((SELECT SUM({spent.format('t')}) FROM turns t"
                 "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial))"
                 " FROM episodes WHERE evaluation = 0 AND ended_s IS NOT NULL AND started_s IS NOT NULL"

@@ -215,16 +215,21 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
     """Backend, boxes made ahead, and what kind of box. Raises ConfigError."""
     if not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("box", settings, "give a table, such as { sandbox = 'docker' }")
-    rest = dict(settings)
-    backend, ready, image = rest.pop("sandbox", default_sandbox()), rest.pop("ready", 0), rest.pop("image", None)
-    if not isinstance(backend, str):
-        raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
-    if image is not None and (not isinstance(image, str) or not image):
-        raise ConfigError("box.image", image, "give the name of an image of the backend's, or leave it out")
-    if isinstance(ready, bool) or not isinstance(ready, int) or ready < 0:
-        raise ConfigError("box.ready", ready, "give how many boxes are made ahead, 0 for none")
-    check_limits(rest, "box")
-    return known_backend(backend, "box.sandbox"), ready, SandboxSpec(image=image, limits=Limits(**rest))
+    limit_settings = dict(settings)
+    backend_id, ready_count = limit_settings.pop("sandbox", default_sandbox()), limit_settings.pop("ready", 0)
+    image_name = limit_settings.pop("image", None)
+    if not isinstance(backend_id, str):
+        raise ConfigError("box.sandbox", backend_id, "give the id of a sandbox backend")
+    if image_name is not None and (not isinstance(image_name, str) or not image_name):
+        raise ConfigError("box.image", image_name, "give the name of an image of the backend's, or leave it out")
+    if isinstance(ready_count, bool) or not isinstance(ready_count, int) or ready_count < 0:
+        raise ConfigError("box.ready", ready_count, "give how many boxes are made ahead, 0 for none")
+    check_limits(limit_settings, "box")
+    return (
+        known_backend(backend_id, "box.sandbox"),
+        ready_count,
+        SandboxSpec(image=image_name, limits=Limits(**limit_settings)),
+    )
 
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
