@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
 
 import trio
@@ -36,6 +38,20 @@ _arguments: RunVar[Mapping[str, Mapping[str, Any]]] = RunVar("agentrl.sandbox.ar
 def configure(arguments: Mapping[str, Mapping[str, Any]]) -> None:
     """From now on, what the backends of this trio loop are opened with, by registry id."""
     _arguments.set(arguments)
+
+
+_wrap: ContextVar[Callable[[Sandbox], Sandbox] | None] = ContextVar("agentrl.sandbox.wrap", default=None)
+
+
+@contextmanager
+def wrapped_boxes(wrap: Callable[[Sandbox], Sandbox]) -> Generator[None]:
+    """Pass each box that is created in the block, by whatever name, through `wrap` before its user gets it: for checks
+    that watch or disturb what an environment does with its boxes."""
+    token = _wrap.set(wrap)
+    try:
+        yield
+    finally:
+        _wrap.reset(token)
 
 
 class SharedBackend:
@@ -73,8 +89,10 @@ class SharedBackend:
             raise SandboxError(f"the shared backend {self.name} has no user: enter it first")
         with host_time(f"a box of {self.name}"):
             async with self._closing:
-                open_backend = self._backend = self._backend or await self._opened()
-            return await open_backend.create(spec)
+                opened = self._backend = self._backend or await self._opened()
+            box = await opened.create(spec)
+        wrap = _wrap.get()
+        return box if wrap is None else wrap(box)
 
     async def aclose(self) -> None:
         """Close the backend, even if somebody still uses it. Idempotent."""

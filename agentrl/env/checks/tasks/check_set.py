@@ -24,6 +24,7 @@ from agentrl.algos.pass_at_k import wilson
 from agentrl.env import as_async
 from agentrl.env.checks.oracles import HasOracles, HasTasks, Oracle, say
 from agentrl.env.checks.tasks import texts as words
+from agentrl.env.checks.tasks.hindrance import Hindrance, busy_processors, hindered_plays
 from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, close, failure_of, play
 from agentrl.env.checks.tasks.task_checks import CHECKS, NO_WORK, WRONG, TaskPlays, changed
 from agentrl.env.checks.tasks.verdicts import (
@@ -246,12 +247,27 @@ class _SetCheck:
             frequent = Oracle("the most frequent answer", 0.0, say(self._majority))
             played = await play(self._new, seed, frequent, 0, lambda _: [frequent], None)
             result["majority"] = played.won
-        task = TaskPlays(plays, look.grader_deadline_s)
+        hindered = await self._hindered(seed, look.oracles, plays)
+        task = TaskPlays(plays, look.grader_deadline_s, hindered)
         findings = [*look.findings, *(finding for check in CHECKS for finding in check(task))]
         result["findings"] = [_plain(finding) for finding in findings]
         result["plays"] = {name: [each.won for each in of_one] for name, of_one in plays.items()}
+        result["hindered"] = {hindrance: each.won for hindrance, each in hindered.items()}
         result["grader_s"] = round(task.grader_s, 3)
         result["grader_deadline_s"] = look.grader_deadline_s
+
+    async def _hindered(
+        self, seed: int, oracles: Sequence[Oracle], plays: Mapping[str, Sequence[Play]]
+    ) -> Mapping[Hindrance, Play]:
+        """Play a solution that always wins with its grader hindered, as nobody can tell what becomes of others."""
+        steady = [
+            (index, plays[oracle.name][0], oracle.outcome >= 1.0)
+            for index, oracle in enumerate(oracles)
+            if oracle.name in plays and {each.won for each in plays[oracle.name]} == {oracle.outcome >= 1.0}
+        ]
+        won = next(((index, play) for index, play, wins in steady if wins), None)
+        lost = next(((index, play) for index, play, _ in steady if play.oracle.name == NO_WORK[0]), None)
+        return {} if won is None else await hindered_plays(self._new, seed, won, lost, partial(self._oracles, seed))
 
     async def _look(self, seed: int) -> _Look:
         env = self._new()

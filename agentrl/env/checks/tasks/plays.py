@@ -36,8 +36,13 @@ class Play:
 
     @property
     def won(self) -> bool | None:
-        """Whether the environment calls it a success, or an outcome of 1 where it says nothing; None: no verdict."""
-        if self.result is None or self.failure is not None:
+        """Whether it wins, as far as its grader came to a verdict; None: no verdict."""
+        return None if self.failure is not None else self.wins
+
+    @property
+    def wins(self) -> bool | None:
+        """Whether the environment calls it a success, or an outcome of 1 where it says nothing; None: no result."""
+        if self.result is None:
             return None
         success = self.result.info.get("success")
         return success if isinstance(success, bool) else (self.result.got or 0.0) >= 1.0

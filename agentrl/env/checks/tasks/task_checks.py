@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 from agentrl.env.checks.tasks.plays import EVIDENCE, Play
@@ -24,10 +24,12 @@ _SLOW: Final = 0.5  # of a grader's deadline
 
 @dataclass(frozen=True, slots=True)
 class TaskPlays:
-    """All plays of a task by the name of their oracle, and the deadline of its grader, if it has one."""
+    """All plays of a task by the name of their oracle, and the deadline of its grader, if it has one. `hindered` are
+    plays whose grader this machine hindered on purpose, by the hindrance."""
 
     plays: Mapping[str, Sequence[Play]]
     grader_deadline_s: float | None = None
+    hindered: Mapping[str, Play] = field(default_factory=dict[str, Play])
 
     def that_must(self, win: bool) -> Iterator[tuple[str, Sequence[Play]]]:
         """The oracles that must win, or must not, with those of their plays that have a verdict."""
@@ -50,6 +52,20 @@ def outcome_stays(task: TaskPlays) -> Iterator[Finding]:
             outcomes = [play.result.got for play in plays if play.result is not None]
             if len(set(outcomes)) > 1:
                 yield Finding("outcome-changes", f"{name} got {', '.join(map(_shown, outcomes))}")
+
+
+def machine_is_not_scored(task: TaskPlays) -> Iterator[Finding]:
+    """A grader that this machine hinders fails the episode (law 3): the work gets no outcome that it did not earn."""
+    scored = [
+        f"{hindrance}: the solution got {_shown(play.result.got)}"
+        if play.oracle.outcome >= 1.0
+        else f"{hindrance}: everything got {_shown(play.result.got)}"
+        for hindrance, play in task.hindered.items()
+        if play.result is not None and play.result.got is not None
+        if bool(play.wins) is not (play.oracle.outcome >= 1.0)
+    ]
+    if scored:
+        yield Finding("host-scored", f"with its grader {'; '.join(scored)}")
 
 
 def gold_wins(task: TaskPlays) -> Iterator[Finding]:
@@ -107,6 +123,7 @@ def plays_end(task: TaskPlays) -> Iterator[Finding]:
 
 CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
     outcome_stays,
+    machine_is_not_scored,
     gold_wins,
     others_lose,
     tests_need_the_change,

@@ -1,0 +1,145 @@
+"""Failures of this machine that a grader must not score (law 3), put on the boxes of one play.
+
+    killed     the box is lost                                exec raises SandboxLost
+    slowed     the command got no processor until it was late  an ExecResult with `timed_out` and `starved_s`
+    starved    no processor for longer than anything waits     exec raises HostBusy
+
+These are the three ways in which a sandbox reports its host, so a grader sees what it would see on a bad day, and a play
+costs no more than one without grading. Boxes really killed or starved would add minutes for each task and would prove
+the sandbox, which its own conformance suite does. Knows nothing of tasks or verdicts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast
+
+from agentrl.env import sync_async
+from agentrl.env.checks.oracles import Oracle
+from agentrl.env.checks.tasks.plays import Play, play
+from agentrl.errors import HostBusy, SandboxLost
+from agentrl.host.cores import cores
+from agentrl.protocols import AsyncEnv, BoxProcess, ExecResult, Sandbox
+from agentrl.records import Messages
+from agentrl.sandbox.shared_backend import wrapped_boxes
+
+Hindrance = Literal["killed", "slowed", "starved"]
+
+HINDRANCES: Final[tuple[Hindrance, ...]] = ("killed", "slowed", "starved")
+_SIGKILL: Final = 137
+_LATE_S: Final = 60.0  # seconds that a slowed command without a time-out of its own is reported to have taken
+_SPIN: Final = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))\n"
+LOAD: Final = "agentrl-load"
+"""An argument of the processes that keep this machine busy, by which people recognise them."""
+
+
+@dataclass(slots=True)
+class HinderedBoxes:
+    """The boxes of one play, hindered while `is_on`. `touched`: whether anything ran in one of them meanwhile."""
+
+    hindrance: Hindrance
+    is_on: bool = False
+    touched: bool = False
+
+    @contextmanager
+    def hindered(self) -> Generator[None]:
+        """Hinder the boxes that are made in the block once `is_on` is set. A box that an environment keeps for other
+        plays works again afterwards."""
+        with wrapped_boxes(lambda box: cast("Sandbox", _HinderedBox(box, self))):
+            try:
+                yield
+            finally:
+                self.is_on = False
+
+    def from_turn(self, oracle: Oracle, turns: int) -> Oracle:
+        """The oracle, whose last turn of `turns` sets the hindrance on: that turn is the one that is graded."""
+        written = 0
+
+        async def policy(messages: Messages) -> str:
+            nonlocal written
+            text = await sync_async.call(oracle.policy, messages, blocking=False)
+            written += 1
+            self.is_on = written >= turns
+            return text
+
+        return replace(oracle, policy=policy)
+
+    def result(self, timeout_s: float | None) -> ExecResult:
+        """The result of a command that the machine hindered. Raises SandboxLost, HostBusy."""
+        self.touched = True
+        if self.hindrance == "killed":
+            raise SandboxLost("the box was killed, as a check of the task asks")
+        if self.hindrance == "starved":
+            raise HostBusy("no processor for the box, as a check of the task asks")
+        late_s = timeout_s or _LATE_S
+        return ExecResult(
+            _SIGKILL, b"", b"", timed_out=True, duration_s=2 * late_s, cpu_s=0.01 * late_s, starved_s=1.9 * late_s
+        )
+
+
+class _HinderedBox:
+    """A box whose commands fail by the machine's doing while its hindrance is on; all else is the box's own."""
+
+    def __init__(self, box: Sandbox, boxes: HinderedBoxes) -> None:
+        self._box, self._boxes = box, boxes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+    async def exec(self, argv: Sequence[str], *, timeout_s: float | None = None, **options: Any) -> ExecResult:
+        if self._boxes.is_on:
+            return self._boxes.result(timeout_s)
+        return await self._box.exec(argv, timeout_s=timeout_s, **options)
+
+    async def start(self, argv: Sequence[str], **options: Any) -> BoxProcess:
+        if self._boxes.is_on:
+            self._boxes.result(None)
+            raise HostBusy("no processor for the process, as a check of the task asks")
+        return await self._box.start(argv, **options)
+
+
+async def hindered_plays(
+    make: Callable[[], AsyncEnv],
+    seed: int,
+    won: tuple[int, Play],
+    lost: tuple[int, Play] | None,
+    oracles_of: Callable[[AsyncEnv], Sequence[Oracle]],
+) -> dict[Hindrance, Play]:
+    """Play a task once under each hindrance of its grader; empty where nothing of the last turn runs in a box.
+
+    `won` and `lost` are earlier plays with the index of their oracles. The one that won is played again, and where it
+    wins although its grader ran nothing the other one, which shows whether everything wins."""
+
+    async def hindered(boxes: HinderedBoxes, index: int, earlier: Play) -> Play:
+        turns = 0 if earlier.result is None else earlier.result.turns
+
+        def hinder(env: AsyncEnv) -> list[Oracle]:
+            return [boxes.from_turn(oracle, turns) for oracle in oracles_of(env)]
+
+        with boxes.hindered():
+            return await play(make, seed, earlier.oracle, index, hinder, None)
+
+    plays: dict[Hindrance, Play] = {}
+    for hindrance in HINDRANCES:
+        boxes = HinderedBoxes(hindrance)
+        plays[hindrance] = await hindered(boxes, *won)
+        if not boxes.touched:
+            return {}
+        if plays[hindrance].wins and lost is not None:
+            plays[hindrance] = await hindered(boxes, *lost)
+    return plays
+
+
+@contextmanager
+def busy_processors() -> Generator[None]:
+    """Keep all processors that this process may use busy, with two processes for each. They end with the block, and
+    with this process however it ends."""
+    with ExitStack() as stack:
+        for _ in range(2 * cores()):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-E", "-c", _SPIN, LOAD]))
+            stack.callback(process.kill)
+        yield
