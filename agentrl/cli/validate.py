@@ -42,6 +42,9 @@ def validate(
     ] = None,
     task_s: Annotated[float | None, typer.Option(min=1, help=f"{_OUT}most seconds of a task; default: 900")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help=f"{_OUT}tasks at once; default: processors")] = None,
+    load: Annotated[
+        int | None, typer.Option(min=1, help=f"{_OUT}tasks graded again while all processors are busy; default: none")
+    ] = None,
     strict: Strict = False,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must.
@@ -50,7 +53,7 @@ def validate(
 
     env_kwargs = _arguments(settings or [])
     task_seeds = None if every else range(seed, seed + n)
-    only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs}
+    only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs, "--load": load}
     if out is not None:
         from agentrl.env.checks.tasks.check_set import SetPlan
 
@@ -64,6 +67,7 @@ def validate(
             repeat=repeat or 3,
             task_s=task_s or 900.0,
             jobs=jobs or os.cpu_count() or 1,
+            loaded=load or 0,
         )
         _check_set(set_plan, as_json=as_json)
         return
@@ -128,6 +132,12 @@ def _show_verdicts(checked: SetVerdict) -> None:
     if (flake_rate := checked.flakes) is not None:
         interval = f"{flake_rate.share:.1%}, 95% interval {flake_rate.low:.1%} to {flake_rate.high:.1%}"
         print_line(f"repeated plays with another outcome: {flake_rate.count} of {flake_rate.n} ({interval})")
+    for checked_task in checked.tasks:
+        if checked_task.alone_s is not None and checked_task.loaded_s is not None:
+            deadline_s = checked_task.grader_deadline_s
+            deadline = f" of {deadline_s:g} s" if deadline_s is not None else ""
+            seconds = f"{checked_task.alone_s:.1f} s alone, {checked_task.loaded_s:.1f} s with all processors busy"
+            print_line(f"grader of {checked_task.task}: {seconds}{deadline}")
     if (majority := checked.majority) is not None:
         sentence = (
             f"the most frequent answer {checked.majority_answer[:40]!r} wins {majority.count} of {majority.n} tasks"

@@ -24,9 +24,9 @@ from agentrl.algos.pass_at_k import wilson
 from agentrl.env import as_async
 from agentrl.env.checks.oracles import HasOracles, HasTasks, Oracle, say
 from agentrl.env.checks.tasks import texts as words
-from agentrl.env.checks.tasks.hindrance import Hindrance, busy_processors, hindered_plays
+from agentrl.env.checks.tasks.hindrance import busy_processors, hindered_plays
 from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, close, failure_of, play
-from agentrl.env.checks.tasks.task_checks import CHECKS, NO_WORK, WRONG, TaskPlays, changed
+from agentrl.env.checks.tasks.task_checks import CHECKS, GOLD, NO_WORK, WRONG, TaskPlays, changed, under_load
 from agentrl.env.checks.tasks.verdicts import (
     REASONS,
     Finding,
@@ -56,7 +56,10 @@ class SetPlan:
     task of the set once). `held_out` are the arguments that differ for the held-out tasks, None where there are none.
 
     `repeat` is how often the solution, doing nothing, and whatever got an unexpected outcome are played. `task_s` are
-    the most seconds of one task, `jobs` how many are checked at once. `out` is the folder of the results."""
+    the most seconds of one task, `jobs` how many are checked at once. `out` is the folder of the results.
+
+    `loaded` is how many tasks, spread over the set, are graded twice more at the end, each by itself: on the machine as
+    it is, and while all its processors are kept busy."""
 
     env_id: str
     kwargs: Mapping[str, Json]
@@ -67,12 +70,15 @@ class SetPlan:
     repeat: int = 3
     task_s: float = 900.0
     jobs: int = 2
+    loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
     """A task's verdict with all findings. `id` names it in `rollout.skip_tasks`. `plays` has for each oracle whether it
-    won, play by play (None: no verdict). `grader_s` are the most seconds that a grading took."""
+    won, play by play (None: no verdict), `hindered` whether it won with its grader hindered, by the hindrance.
+    `grader_s` are the most seconds that a grading took, `alone_s` and `loaded_s` those of one alone, and of one beside
+    busy processors, where this was measured."""
 
     seed: int
     task: str
@@ -82,6 +88,9 @@ class TaskVerdict:
     plays: Mapping[str, Sequence[bool | None]]
     grader_s: float
     grader_deadline_s: float | None
+    hindered: Mapping[str, bool | None] = field(default_factory=dict[str, "bool | None"])
+    alone_s: float | None = None
+    loaded_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +194,7 @@ class _SetCheck:
                     nursery.start_soon(self._check, seed, slots, file, nursery.cancel_scope)
         if self._of_every_task is not None:
             raise self._of_every_task
+        await self._load(seeds, file)
         verdicts = [self._verdict(seed, of_words) for seed in seeds]
         return self._summed(verdicts, bad)
 
@@ -218,6 +228,10 @@ class _SetCheck:
                     return
             if deadline.cancelled_caught:
                 result["findings"] = [_plain(Finding("deadline", f"not done after {self._plan.task_s:g} s"))]
+        self._keep(seed, result, file)
+
+    def _keep(self, seed: int, result: dict[str, Any], file: Path) -> None:
+        """Write a result down. Of several of one seed the last one counts."""
         self._results[seed] = result
         with file.open("a", encoding="utf-8") as lines:
             lines.write(f"{json.dumps(result)}\n")
@@ -258,7 +272,7 @@ class _SetCheck:
 
     async def _hindered(
         self, seed: int, oracles: Sequence[Oracle], plays: Mapping[str, Sequence[Play]]
-    ) -> Mapping[Hindrance, Play]:
+    ) -> Mapping[str, Play]:
         """Play a solution that always wins with its grader hindered, as nobody can tell what becomes of others."""
         steady = [
             (index, plays[oracle.name][0], oracle.outcome >= 1.0)
@@ -268,6 +282,34 @@ class _SetCheck:
         won = next(((index, play) for index, play, wins in steady if wins), None)
         lost = next(((index, play) for index, play, _ in steady if play.oracle.name == NO_WORK[0]), None)
         return {} if won is None else await hindered_plays(self._new, seed, won, lost, partial(self._oracles, seed))
+
+    async def _load(self, seeds: Sequence[int], file: Path) -> None:
+        """Grade the solutions of some tasks alone and on a busy machine. Tasks whose solution does not always win
+        would say nothing of the load."""
+        steady = [seed for seed in seeds if set(self._results[seed].get("plays", {}).get(GOLD, ())) == {True}]
+        count = min(self._plan.loaded, len(steady))
+        for seed in (steady[place * len(steady) // count] for place in range(count)):
+            result = self._results[seed]
+            if "loaded_s" in result:
+                continue
+            with trio.move_on_after(self._plan.task_s) as deadline:
+                alone = await self._gold(seed)
+                with busy_processors():
+                    loaded = await self._gold(seed)
+                findings = under_load(alone, loaded, result["grader_deadline_s"])
+                result["findings"] += [_plain(finding) for finding in findings]
+                result["alone_s"], result["loaded_s"] = (round(each.grader_s, 3) for each in (alone, loaded))
+            if deadline.cancelled_caught:
+                result["findings"].append(_plain(Finding("deadline", "not graded in time with busy processors")))
+            self._keep(seed, result, file)
+
+    async def _gold(self, seed: int) -> Play:
+        def gold(env: AsyncEnv) -> list[Oracle]:
+            return [oracle for oracle in self._oracles(seed, env) if oracle.name == GOLD]
+
+        return await play(
+            self._new, seed, Oracle(GOLD, 1.0, say("")), 0, gold, self._results[seed]["grader_deadline_s"]
+        )
 
     async def _look(self, seed: int) -> _Look:
         env = self._new()
@@ -328,6 +370,9 @@ class _SetCheck:
             plays=result.get("plays", {}),
             grader_s=result.get("grader_s", 0.0),
             grader_deadline_s=result.get("grader_deadline_s"),
+            hindered=result.get("hindered", {}),
+            alone_s=result.get("alone_s"),
+            loaded_s=result.get("loaded_s"),
         )
 
     def _summed(self, tasks: Sequence[TaskVerdict], bad: Sequence[TaskFault]) -> SetVerdict:
@@ -365,7 +410,7 @@ def _answers(texts: Sequence[TaskText], index: int) -> list[Oracle]:
     """Answers to a task that takes one text: the right one, and others, which must not win."""
     answer = texts[index].answer
     others = words.other_answers(texts, index, _OTHERS)
-    oracles = [Oracle("gold", 1.0, say(answer))] if answer.strip() else []
+    oracles = [Oracle(GOLD, 1.0, say(answer))] if answer.strip() else []
     oracles += [Oracle(NO_WORK[2], 0.0, say("")), Oracle("nonsense", 0.0, say("zqx zqx zqx"), cheats=True)]
     oracles += [Oracle(f"{WRONG} {number}", 0.0, say(other), cheats=True) for number, other in enumerate(others, 1)]
     if answer.strip() and len(others) == _OTHERS:

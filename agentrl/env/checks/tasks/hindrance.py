@@ -4,9 +4,9 @@
     slowed     the command got no processor until it was late  an ExecResult with `timed_out` and `starved_s`
     starved    no processor for longer than anything waits     exec raises HostBusy
 
-These are the three ways in which a sandbox reports its host, so a grader sees what it would see on a bad day, and a play
-costs no more than one without grading. Boxes really killed or starved would add minutes for each task and would prove
-the sandbox, which its own conformance suite does. Knows nothing of tasks or verdicts.
+These are the three ways in which a sandbox reports its host, so a grader sees what it would see on a bad day, and a
+play costs no more than one without grading. Boxes really killed or starved would add minutes for each task and would
+test the sandbox, which has a conformance suite of its own. Knows nothing of verdicts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,13 @@ class HinderedBoxes:
             raise HostBusy("no processor for the box, as a check of the task asks")
         late_s = timeout_s or _LATE_S
         return ExecResult(
-            _SIGKILL, b"", b"", timed_out=True, duration_s=2 * late_s, cpu_s=0.01 * late_s, starved_s=1.9 * late_s
+            exit_code=_SIGKILL,
+            stdout=b"",
+            stderr=b"",
+            timed_out=True,
+            duration_s=2 * late_s,
+            cpu_s=0.1 * late_s,
+            starved_s=1.9 * late_s,
         )
 
 
@@ -108,7 +114,7 @@ async def hindered_plays(
     won: tuple[int, Play],
     lost: tuple[int, Play] | None,
     oracles_of: Callable[[AsyncEnv], Sequence[Oracle]],
-) -> dict[Hindrance, Play]:
+) -> dict[str, Play]:
     """Play a task once under each hindrance of its grader; empty where nothing of the last turn runs in a box.
 
     `won` and `lost` are earlier plays with the index of their oracles. The one that won is played again, and where it
@@ -123,7 +129,7 @@ async def hindered_plays(
         with boxes.hindered():
             return await play(make, seed, earlier.oracle, index, hinder, None)
 
-    plays: dict[Hindrance, Play] = {}
+    plays: dict[str, Play] = {}
     for hindrance in HINDRANCES:
         boxes = HinderedBoxes(hindrance)
         plays[hindrance] = await hindered(boxes, *won)

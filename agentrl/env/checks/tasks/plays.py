@@ -47,6 +47,11 @@ class Play:
         success = self.result.info.get("success")
         return success if isinstance(success, bool) else (self.result.got or 0.0) >= 1.0
 
+    @property
+    def grader_s(self) -> float:
+        """Seconds of the last step, which grades; 0 without a result."""
+        return 0.0 if self.result is None else self.result.last_step_s
+
 
 async def play(
     make: Callable[[], AsyncEnv],

@@ -15,6 +15,8 @@ from agentrl.env.checks.tasks.verdicts import Finding
 from agentrl.env.checks.validate import reasons_of
 from agentrl.records import Json
 
+GOLD: Final = "gold"
+"""The oracle that plays the known solution."""
 NO_WORK: Final = ("no-op", "untouched", "empty answer")
 """Oracles that do no work. What others that must lose try is an attack, or a wrong answer."""
 WRONG: Final = "wrong answer"
@@ -41,8 +43,7 @@ class TaskPlays:
     @property
     def grader_s(self) -> float:
         """The most seconds that a grading took."""
-        results = [play.result for plays in self.plays.values() for play in plays]
-        return max((result.last_step_s for result in results if result is not None), default=0.0)
+        return max((play.grader_s for plays in self.plays.values() for play in plays), default=0.0)
 
 
 def outcome_stays(task: TaskPlays) -> Iterator[Finding]:
@@ -130,6 +131,16 @@ CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
     grader_is_in_time,
     plays_end,
 )
+
+
+def under_load(alone: Play, loaded: Play, deadline_s: float | None) -> Iterator[Finding]:
+    """What busy processors make of a solution that wins otherwise. Tasks are not checked so one by one: a whole set
+    would keep its machine busy for hours."""
+    took = f"{alone.grader_s:.1f} s alone, {loaded.grader_s:.1f} s with all processors busy"
+    if alone.wins and loaded.result is not None and loaded.result.got is not None and not loaded.wins:
+        yield Finding("host-scored", f"with all processors busy the solution got {_shown(loaded.result.got)} ({took})")
+    elif deadline_s is not None and loaded.grader_s > _SLOW * deadline_s:
+        yield Finding("grader-slow", f"{took}, of {deadline_s:g} s")
 
 
 def changed(plays: Sequence[bool | None]) -> tuple[int, int]:

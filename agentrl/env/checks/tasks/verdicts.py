@@ -22,7 +22,7 @@ ORDER: Final[tuple[Verdict, ...]] = ("flaky", "lies", "impossible", "unknown", "
 
 REASONS: Final[Mapping[str, tuple[Verdict, str]]] = {
     "outcome-changes": ("flaky", "the same actions got different outcomes"),
-    "host-scored": ("flaky", "a failure or a load of this machine, put on purpose, changed the outcome of the same actions"),
+    "host-scored": ("flaky", "a failure or a load of the machine changes the outcome of the same actions"),
     "no-work-wins": ("lies", "doing nothing, an untouched box or an empty answer wins"),
     "cheat-wins": ("lies", "an attack on the tests or the task wins"),
     "answer-in-prompt": ("lies", "the answer or the solution stands in the prompt"),
