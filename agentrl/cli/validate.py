@@ -45,6 +45,9 @@ def validate(
     load: Annotated[
         int | None, typer.Option(min=1, help=f"{_OUT}tasks graded again while all processors are busy; default: none")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help=f"{_OUT}write a page (HTML) for the maintainer of the set here")
+    ] = None,
     strict: Strict = False,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must.
@@ -53,7 +56,14 @@ def validate(
 
     env_kwargs = _arguments(settings or [])
     task_seeds = None if every else range(seed, seed + n)
-    only_with_out = {"--repeat": repeat, "--held-out": held_out, "--task-s": task_s, "--jobs": jobs, "--load": load}
+    only_with_out = {
+        "--repeat": repeat,
+        "--held-out": held_out,
+        "--task-s": task_s,
+        "--jobs": jobs,
+        "--load": load,
+        "--page": page,
+    }
     if out is not None:
         from agentrl.env.checks.tasks.check_set import SetPlan
 
@@ -69,7 +79,7 @@ def validate(
             jobs=jobs or os.cpu_count() or 1,
             loaded=load or 0,
         )
-        _check_set(set_plan, as_json=as_json)
+        _check_set(set_plan, page, as_json=as_json)
         return
     if misplaced_options := [option_name for option_name, option_value in only_with_out.items() if option_value]:
         raise UsageError(
@@ -94,10 +104,15 @@ def _arguments(settings: list[str]) -> dict[str, Any]:
     return constructor_kwargs
 
 
-def _check_set(plan: SetPlan, *, as_json: bool) -> None:
+def _check_set(plan: SetPlan, page: Path | None, *, as_json: bool) -> None:
     from agentrl.env.checks.tasks.check_set import check_set
+    from agentrl.env.checks.tasks.page import page_of
 
+    if page is not None and not page.parent.is_dir():
+        raise UsageError(f"--page {page}: there is no folder {page.parent}; make it first")
     verdicts = check_set(plan)
+    if page is not None:
+        page.write_text(page_of(plan, verdicts), encoding="utf-8")
     if as_json:
         tables.print_json({"env": plan.env_id, "right": verdicts.right, **asdict(verdicts)})
     else:

@@ -335,6 +335,7 @@ ROW: dict[str, Any] = {
 SKIPS = TESTS.replace("    def test_that_all", "    @unittest.skipIf({}, 'later')\n+    def test_that_all").replace(
     "1,10", "1,11"
 )
+XFAILS = SKIPS.replace("@unittest.skipIf({}, 'later')", "@unittest.expectedFailure").replace("3]), 6", "3]), 7")
 SAYS_OK = f"echo '{ADDED.rpartition('.')[2]} (test_hidden.HiddenTest) ... ok'"
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "needs-no-change": ({"FAIL_TO_PASS": [ZERO], "PASS_TO_PASS": []}, "lies", "no-work-wins"),
@@ -347,8 +348,9 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
         "lies",
         "no-work-wins",
     ),
-    "only-skips": ({"test_patch": SKIPS.format("True")}, "impossible", "gold-loses"),
-    "collects-nothing": ({"test_command": f"{RUN} -p 'none*.py'"}, "impossible", "gold-loses"),
+    "only-skips": ({"test_patch": SKIPS.format("True")}, "impossible", "tests-not-run"),
+    "only-xfails": ({"test_patch": XFAILS}, "impossible", "tests-not-run"),
+    "collects-nothing": ({"test_command": f"{RUN} -p 'none*.py'"}, "impossible", "tests-not-run"),
     "killed": ({"test_command": "kill -9 $$"}, "unknown", "grader-killed"),
     "late": ({"test_command": "sleep 60"}, "unknown", "grader-late"),
     "forgotten-tests": ({"repo": "forgotten"}, "lies", "tests-readable"),

@@ -59,6 +59,24 @@ def test_unittests_lines() -> None:
 
 
 @each_case(
+    ("log", "how"),
+    [
+        ("XFAIL a.py::x - later", "xfailed"),
+        ("a.py::x XFAIL (later) [100%]", "xfailed"),
+        ("x (a.py::x) ... expected failure\nXFAIL a.py::x", "xfailed"),
+        ("a.py::x SKIPPED (later) [100%]", "skipped"),
+        ("", None),
+    ],
+)
+def test_a_test_that_did_not_run_to_its_end_fixes_nothing(log: str, how: str | None) -> None:
+    """What a change should fix must pass. What passed before may fail as expected, as SWE-bench counts it."""
+    grade = graded(read_log(f"{log}\nXFAIL a.py::y - known\n"), ["a.py::x"], ["a.py::y"])
+    assert not grade.success and grade.info["mended"] == 0.0 and grade.info["kept"] == 1.0
+    assert grade.info.get("left_out_tests") == (None if how is None else {"a.py::x": how})
+    assert graded(read_log("PASSED a.py::x\nXFAIL a.py::y - known\n"), ["a.py::x"], ["a.py::y"]).success
+
+
+@each_case(
     "log",
     [
         "PASSED tests/a.py::test_x\nFAILED tests/a.py::test_x - no\n",

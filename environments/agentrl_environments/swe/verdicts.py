@@ -52,7 +52,8 @@ _PARTS: Final = 16  # a name has fewer separators than this
 _UNITTEST: Final = re.compile(r"^(\w+) \(([\w.<>]+)\)(.*)$")
 _ENDING: Final = re.compile(r"(?:^|\.\.\. ?|\s)(ok|FAIL|ERROR|expected failure|unexpected success|skipped .*)$")
 _COMPLAINT: Final = re.compile(r"^(?:FAIL|ERROR|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
-_GOOD: Final = {"PASSED", "XFAIL", "ok", "expected failure"}
+_XFAILED: Final = {"XFAIL", "expected failure"}
+_GOOD: Final = {"PASSED", "ok", *_XFAILED}
 _SPLIT: Final = re.compile(r"::|[./:]")  # between the parts of a name: folders, file, class, method
 _NAMED: Final = 20  # tests that a grade names
 _ALIKE: Final = 1_000  # tests of one last name; among more no end of a name is looked for
@@ -73,13 +74,14 @@ class Log:
     """The tests that a log names, by their canonical names: those that passed and failed nowhere, and the others, of
     which some have `failed`: the rest was left out.
     `unknown` are those of the others that have a status which is not known here, with it. `docstrings` has the line
-    below a test's name, as unittest prints it."""
+    below a test's name, as unittest prints it. `xfailed` are those of the passed that failed as expected."""
 
     passed: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     unknown: dict[str, str] = field(default_factory=dict[str, str])
     docstrings: dict[str, set[str]] = field(default_factory=dict[str, "set[str]"])
+    xfailed: frozenset[str] = frozenset()
 
     def names(self, test: str) -> frozenset[str]:
         """The tests of the log that a canonical id may mean; empty if there is none, or no telling which."""
@@ -157,7 +159,12 @@ def read_log(log: str) -> Log:
         reader.read(line.rstrip())
     others = reader.failed | reader.left_out | reader.unknown.keys()
     return Log(
-        frozenset(reader.good - others), frozenset(others), frozenset(reader.failed), reader.unknown, reader.docstrings
+        passed=frozenset(reader.good - others),
+        others=frozenset(others),
+        failed=frozenset(reader.failed),
+        unknown=reader.unknown,
+        docstrings=reader.docstrings,
+        xfailed=frozenset(reader.xfailed),
     )
 
 
@@ -168,6 +175,7 @@ class _Reader:
         self.good: set[str] = set()
         self.failed: set[str] = set()
         self.left_out: set[str] = set()
+        self.xfailed: set[str] = set()
         self.unknown: dict[str, str] = {}
         self.docstrings = defaultdict[str, set[str]](set)
         self._running = ""  # the unittest test whose verdict has not come yet
@@ -244,7 +252,10 @@ class _Reader:
 
     def _add(self, status: str, names: Iterable[str]) -> None:
         left_out = status == "SKIPPED" or status.startswith("skipped")
-        (self.good if status in _GOOD else self.left_out if left_out else self.failed).update(names)
+        named = list(names)
+        (self.good if status in _GOOD else self.left_out if left_out else self.failed).update(named)
+        if status in _XFAILED:
+            self.xfailed.update(named)
 
 
 def _beginnings(text: str) -> list[str]:
@@ -291,23 +302,30 @@ def _status_last(line: str) -> tuple[str, str]:
 
 
 def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: int = 0) -> Grade:
-    """Success: all listed tests passed; `fails` is not empty. `absent` is how many listed tests the log does not have,
-    and `absent_tests` names some of them; `mended_tests` are some of `fails` that pass where not all tests do.
-    `unknown_tests` has the status of those whose status is not known here.
+    """Success: all listed tests passed; `fails` is not empty. A test that failed as expected is no proof of a change,
+    as sources can call `pytest.xfail` themselves: of `passes` it counts, as in SWE-bench, and of `fails` it does not.
+
+    `left_out_tests` has those that would have to pass and were skipped, or failed as expected. `absent` is how many
+    listed tests the log does not have, and `absent_tests` names some of them; `mended_tests` are some of `fails` that
+    pass where not all tests do. `unknown_tests` has the status of those whose status is not known here.
 
     A run that ended with another exit code than 0 and names no test that failed contradicts itself: it is no success,
     and `contradiction` says so. Where other tests failed the exit code is theirs, and the listed ones count."""
     listed = list(dict.fromkeys([*fails, *passes]))
-    good = {test for test in listed if log.has_passed(test)}
+    needed, xfailed = {*fails}, {test for test in fails if log.names(test) & log.xfailed}
+    good = {test for test in listed if log.has_passed(test)} - xfailed
     absent = [test for test in listed if not log.names(test)]
     success = len(good) == len(listed)
-    fixed = len(good & {*fails}) / len({*fails})
+    fixed = len(good & needed) / len(needed)
     kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
     info: dict[str, Json] = {"mended": fixed, "kept": kept, "tests": len(listed), "absent": len(absent)}
     if not success and (already := [test for test in dict.fromkeys(fails) if test in good]):
         info["mended_tests"] = [test[:200] for test in already[:_NAMED]]
     if absent:
         info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
+    skipped = {test for test in listed if (names := log.names(test)) and names <= log.others - log.failed}
+    if left_out := {test: "xfailed" if test in xfailed else "skipped" for test in listed if test in skipped | xfailed}:
+        info["left_out_tests"] = {test[:200]: how for test, how in list(left_out.items())[:_NAMED]}
     unknown = {test: log.unknown[name] for test in listed for name in log.names(test) if name in log.unknown}
     if unknown:
         info["unknown_tests"] = {test[:200]: status for test, status in list(unknown.items())[:_NAMED]}

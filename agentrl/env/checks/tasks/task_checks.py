@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from agentrl.env.checks.tasks.plays import EVIDENCE, Play
 from agentrl.env.checks.tasks.verdicts import Finding
@@ -79,6 +79,18 @@ def gold_wins(task: TaskPlays) -> Iterator[Finding]:
             yield Finding("gold-loses", "; ".join(why)[:EVIDENCE])
 
 
+def tests_run(task: TaskPlays) -> Iterator[Finding]:
+    """The tests that the known solution must pass run to their end: no skip, no expected failure, none left out."""
+    for _, plays in task.that_must(win=True):
+        if plays[0].result is None or plays[0].won:
+            continue
+        info: Mapping[str, Any] = plays[0].result.info
+        reasons = [f"{how}: {test}" for test, how in info.get("left_out_tests", {}).items()]
+        reasons += [f"not in the log: {test}" for test in info.get("absent_tests", ())]
+        if reasons:
+            yield Finding("tests-not-run", "; ".join(reasons)[:EVIDENCE])
+
+
 def others_lose(task: TaskPlays) -> Iterator[Finding]:
     """Nothing that is no solution wins. Of other tasks' answers one alone may be the right one in other words."""
     winners = [name for name, plays in task.that_must(win=False) if all(play.won for play in plays)]
@@ -126,6 +138,7 @@ CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
     outcome_stays,
     machine_is_not_scored,
     gold_wins,
+    tests_run,
     others_lose,
     tests_need_the_change,
     grader_is_in_time,

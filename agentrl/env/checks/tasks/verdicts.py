@@ -32,6 +32,7 @@ REASONS: Final[Mapping[str, tuple[Verdict, str]]] = {
     "in-held-out": ("lies", "the task is a held-out one, too"),
     "near-held-out": ("lies", "the task is a held-out one in nearly the same words"),
     "gold-loses": ("impossible", "the known solution does not win, so nobody is known to"),
+    "tests-not-run": ("impossible", "tests that a solution must pass are skipped, deselected or expected to fail"),
     "cannot-be-played": ("impossible", "the task's own parts do not fit together"),
     "no-gold": ("unknown", "no solution is known, so nobody has shown that the task can be won"),
     "grader-late": ("unknown", "the grader of the solution was ended at its deadline"),
