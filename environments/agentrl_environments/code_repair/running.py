@@ -19,6 +19,7 @@ from agentrl.errors import HostBusy
 from agentrl.host.clocks import granted
 from agentrl.host.platform_checks import own_cores
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
+from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.warm_python import WarmPython
 from agentrl_environments.remembering import Remembered
 
@@ -110,9 +111,10 @@ class Runner:
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()
-        if result.timed_out and not result.stdout.startswith(f"{nonce} begun".encode()):
+        late = own_time_out(result)
+        if late and not result.stdout.startswith(f"{nonce} begun".encode()):
             raise HostBusy(f"a box did not begin to run tests within {DEADLINE_S:g} s: give the host fewer at once")
-        if result.timed_out:
+        if late:
             return "Timeout", False
         if result.oom:
             return "MemoryError", False

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import ExecResult, Sandbox
+from agentrl.sandbox.graded_time import own_time_out
 from agentrl_environments.rewards import carried
 
 _LISTING: Final = """
@@ -62,9 +63,9 @@ class WorkRefused(PolicyFault):
 
 
 async def start_listing(box: Sandbox) -> Listing:
-    """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them."""
+    """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them, HostBusy."""
     result = await box.exec(["sh", "-c", _LISTING], timeout_s=_LISTING_S)
-    if result.timed_out or result.truncated:
+    if own_time_out(result) or result.truncated:
         raise ConfigError("box", f"{len(result.stdout)} bytes", "the task's files cannot be listed: give larger limits")
     if result.exit_code != 0:
         raise SandboxUnavailable(
@@ -75,12 +76,13 @@ async def start_listing(box: Sandbox) -> Listing:
 
 
 async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> AgentChanges:
-    """The declared changes since `start`. Raises WorkRefused if they are too many, SandboxError.
+    """The declared changes since `start`. Raises WorkRefused if they are too many, SandboxError,
+    HostBusy.
 
     The same commands have worked in this box at its start, so a listing that fails now is the agent's doing: its files
     are too many, or too deep. What could be listed counts."""
     result = await box.exec(["sh", "-c", _LISTING_AGAIN], timeout_s=_LISTING_S)
-    if result.timed_out or result.truncated or result.oom:
+    if own_time_out(result) or result.truncated or result.oom:
         raise WorkRefused("the files of the work folder are too many to list")
     now = _parsed(result.stdout)
     changed = [path for path, digest in now.items() if start.get(path) != digest and declared(path, start.keys())]
