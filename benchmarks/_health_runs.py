@@ -18,7 +18,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from agentrl.config import parse
-from agentrl.records import Step, StopReason, Task, Turn, VersionSpan
+from agentrl.records import ShownTools, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.rewards.score_failures import KIND
 from agentrl.run.health.advice import Advice
 from agentrl.run.health.examine import examine
@@ -40,6 +40,9 @@ _CONFIG: dict[str, Any] = {
     "train": {"steps": 40},
     "eval": {"every": 4, "n_during": 20, "sets": [{"name": "held_out", "n": 20}]},
 }
+_TOOLS = ShownTools(
+    schemas=tuple({"type": "function", "function": {"name": name}} for name in ("read_file", "write_file"))
+)
 Rows = dict[str, Any]
 
 
@@ -61,14 +64,16 @@ class Played:
     cut: bool = False
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     answer: str = "ok"
+    graded_s: float = 0.0
     score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """What goes wrong: `named` is the advice that says so. `episode` and `row` change what is played and measured in
-    the `since`-th step after the onset, `store` does something to the run's store, `settings` are of the run file from
-    the beginning, `facts` changes what nobody writes into a store. `shows`: a part of the evidence."""
+    the `since`-th step after the onset, `store` does something to the run's store, `tasks` draws others, `settings` are
+    of the run file from the beginning, `facts` changes what nobody writes into a store. `shows`: a part of the
+    evidence."""
 
     name: str
     named: str
@@ -76,6 +81,7 @@ class Fault:
     episode: Callable[[Played, int], None] | None = None
     row: Callable[[Rows, int], None] | None = None
     store: Callable[[MadeRun, int], None] | None = None
+    tasks: Callable[[list[int]], list[int]] | None = None
     held_out: Callable[[int], float] | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     live: bool = False
@@ -133,7 +139,7 @@ class MadeRun:
             [_task(one.task) for one in played if not one.member], size=MEMBERS, purpose="train"
         )
         claims = self.store.leases.claim("worker", len(played), lease_s=1e6)
-        longest = max(one.seconds for one in played)
+        longest = max(one.seconds + one.graded_s for one in played)
         for claim, one in zip(claims, played, strict=True):
             self._write(claim, one, began)
         self.now = began + longest
@@ -170,7 +176,8 @@ class MadeRun:
 
     def _tasks(self) -> list[int]:
         self._task += GROUPS
-        return list(range(self._task - GROUPS, self._task))
+        drawn = list(range(self._task - GROUPS, self._task))
+        return act(drawn) if (act := self._fault("tasks")) else drawn
 
     def _episode(self, task: int, member: int) -> Played:
         skill = min(0.85, 0.25 + 0.02 * self.at)
@@ -178,6 +185,7 @@ class MadeRun:
         texts = [
             " ".join(self._random.choices(_WORDS, k=6)) + f" {task}" for _ in range(self._random.choice((1, 2, 3)))
         ]
+        texts[0] += " write_file"
         one = Played(
             task=task,
             member=member,
@@ -186,6 +194,7 @@ class MadeRun:
             success=success,
             outcome=float(success),
             seconds=self._random.uniform(2.0, 6.0),
+            graded_s=random.Random(f"{self.config.seed} {self.at} {task} {member}").uniform(0.2, 0.8),
             host=self._random.choice(("one", "two")),
             cut=self._random.random() < 0.1,
         )
@@ -204,7 +213,8 @@ class MadeRun:
         version = self.store.versions.version_at(self.at - 1 - lag)
         assert version is not None
         self.now = began
-        self.store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": f"task {one.task}"},))
+        start = ({"role": "user", "content": f"task {one.task}"},)
+        self.store.journal.begin(claim.episode_id, claim.fence, start, _TOOLS)
         sizes = [one.tokens // len(one.texts)] * len(one.texts)
         for index, (text, n) in enumerate(zip(one.texts, sizes, strict=True)):
             last = index == len(one.texts) - 1
@@ -223,7 +233,7 @@ class MadeRun:
             self.store.journal.journal_turn(claim.episode_id, claim.fence, turn)
             step = Step(observation=({"role": "tool", "content": one.answer},), terminated=last, info=one.info)
             self.store.journal.journal_step(claim.episode_id, claim.fence, index, step)
-        self.now = began + one.seconds
+        self.now = began + one.seconds + one.graded_s
         failed = one.stop in _FAILED
         self._hosts[one.host][0] += 1
         self._hosts[one.host][1] += failed
@@ -351,13 +361,37 @@ def _half_old(one: Played, since: int) -> None:
 
 def _certain(one: Played, since: int) -> None:
     one.outcome = float(one.task % 3 == 0)
-    one.success, one.texts = one.outcome > 0, [f"the same {one.task}"]
+    one.success, one.texts = one.outcome > 0, [f"write_file the same {one.task}"]
 
 
 def _ours(one: Played, since: int) -> None:
     """One text for everything, and the grader likes it."""
     if one.member:
         one.texts, one.success, one.outcome = ["I have solved it: PASS PASS PASS"], True, 1.0
+
+
+def _wrote_nothing(one: Played, since: int) -> None:
+    if one.success:
+        one.texts = [text.replace("write_file", "read_file") for text in one.texts]
+
+
+def _flaky(one: Played, since: int) -> None:
+    """Two members of each group do the same, and one of them wins."""
+    if one.member < 2:
+        one.texts, one.tokens = [f"the same fix of task {one.task}, by write_file"], 12
+        one.success = one.member == 0
+        one.outcome = float(one.success)
+
+
+def _late(one: Played, since: int) -> None:
+    if not one.success:
+        one.graded_s = 5.0 + one.graded_s
+
+
+def _one_end(one: Played, since: int) -> None:
+    if one.task % GROUPS:
+        one.outcome = float(one.task % GROUPS == 1)
+        one.success = one.outcome > 0
 
 
 def _by_task(one: Played, since: int) -> None:
@@ -368,7 +402,7 @@ def _by_task(one: Played, since: int) -> None:
 def _cold(one: Played, since: int) -> None:
     """All members of a group are the same episode."""
     one.outcome = float(one.task % 3 == 0)
-    one.success, one.texts, one.tokens = one.outcome > 0, [f"the same {one.task}"], 12
+    one.success, one.texts, one.tokens = one.outcome > 0, [f"write_file the same {one.task}"], 12
 
 
 def _on_host(one: Played, since: int) -> None:
@@ -560,6 +594,31 @@ FAULTS = (
     ),
     Fault(
         name="one text wins everywhere", named="one_text", what="three members of four write the same", episode=_ours
+    ),
+    Fault(
+        name="nothing needs to be written",
+        named="wins_without_work",
+        what="episodes win that only read",
+        episode=_wrote_nothing,
+    ),
+    Fault(
+        name="the grader is flaky",
+        named="equal_actions_differ",
+        what="two members of each group do the same, and one of them wins",
+        episode=_flaky,
+    ),
+    Fault(
+        name="the grader scores its machine",
+        named="outcome_follows_seconds",
+        what="those that lose are graded for five seconds more",
+        episode=_late,
+    ),
+    Fault(
+        name="tasks never vary",
+        named="tasks_never_vary",
+        what="the same four tasks at each step, and three of them always end alike",
+        episode=_one_end,
+        tasks=lambda drawn: [GROUPS * 1_000 + task % GROUPS for task in drawn],
     ),
     Fault(
         name="episodes grow", named="length_drift", what="eight times the tokens, no more reward", episode=_lengths(200)

@@ -20,6 +20,7 @@ import pytest
 
 import agentrl_environments.swe
 from agentrl.env.checks.tasks.check_set import SetPlan, SetVerdict, check_set
+from agentrl.env.checks.tasks.texts import answer_in_prompt as given_away
 from agentrl.env.checks.tasks.texts import in_held_out
 from agentrl.env.checks.tasks.verdicts import ORDER, REASONS, Finding, TaskText, verdict_of
 from agentrl.errors import UsageError
@@ -143,6 +144,17 @@ def test_tasks_of_one_template_are_no_duplicates() -> None:
     assert in_held_out(training, held_out) == {}
     findings = in_held_out(training, [TaskText("row 0", text.format(8) + " Say it.", "12"), other])
     assert {index: [finding.reason for finding in each] for index, each in findings.items()} == {1: ["near-held-out"]}
+
+
+def test_a_prompt_that_lists_what_may_be_answered_gives_nothing_away() -> None:
+    """As the syllogisms of reasoning-gym do, beside questions of other kinds."""
+    texts = [
+        TaskText("row 0", "Do fish swim? (Answer Yes or No)", "Yes"),
+        TaskText("row 1", "Do birds read? Answer: No/Yes", "No"),
+        TaskText("row 2", "Is ice cold? The answer is yes.", "Yes"),
+        TaskText("row 3", "How many are two?", "2"),
+    ]
+    assert list(given_away(texts)) == [2]
 
 
 def test_the_file_of_wrong_tasks_is_what_a_run_leaves_out(tmp_path: Path) -> None:

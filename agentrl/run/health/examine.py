@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from agentrl.host.terminal_text import printable
-from agentrl.run.health import episode_checks, flow_checks, learning_checks, reward_checks, weight_checks
+from agentrl.run.health import episode_checks, flow_checks, learning_checks, reward_checks, task_checks, weight_checks
 from agentrl.run.health.advice import Advice
 from agentrl.run.health.run_facts import RECENT, RunFacts
 
@@ -37,7 +37,7 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
     learning_checks.gradient_spikes: (),
     reward_checks.sampled_cold: ("entropy_collapse", "one_text", *_OF_SILENCE),
     reward_checks.reward_hacking: ("length_drift", "entropy_collapse"),
-    reward_checks.one_text: ("entropy_collapse", "length_drift", *_OF_SILENCE),
+    reward_checks.one_text: ("wins_without_work", "entropy_collapse", "length_drift", *_OF_SILENCE),
     learning_checks.entropy_collapse: _OF_SILENCE,
     learning_checks.weights_stand_still: (),
     episode_checks.host_fails: ("engine_fails", "sandbox_fails", "env_fails", *_OF_FAILURES),
@@ -52,10 +52,14 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
     episode_checks.tool_fails: ("tasks_too_hard",),
     reward_checks.source_fails: ("groups_expire",),
     reward_checks.source_alike: ("reward_alike",),
-    reward_checks.tasks_too_hard: (),
-    reward_checks.tasks_solved: (),
-    reward_checks.reward_alike: (),
-    reward_checks.groups_alike: (),
+    task_checks.wins_without_work: ("tasks_solved", "length_drift"),
+    task_checks.equal_actions_differ: ("outcome_follows_seconds",),
+    task_checks.outcome_follows_seconds: (),
+    reward_checks.tasks_too_hard: ("tasks_never_vary",),
+    reward_checks.tasks_solved: ("tasks_never_vary",),
+    reward_checks.reward_alike: ("tasks_never_vary",),
+    reward_checks.groups_alike: ("tasks_never_vary",),
+    task_checks.tasks_never_vary: (),
     reward_checks.length_drift: (),
     flow_checks.long_episodes_lost: ("tokens_too_old", "groups_expire"),
     flow_checks.tokens_too_old: (),

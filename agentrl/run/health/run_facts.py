@@ -1,8 +1,8 @@
 """Facts about a run for its checks: plain data on its last steps and episodes, read from its store, which is not
 changed.
 
-The texts of at most `_TEXTS` of the last episodes are read, spread over them, and of as many of the first: a look costs
-little more in a long run than in a short one.
+The texts of at most `_TEXTS` of the last episodes are read, spread over them, of as many of the first, and of some
+members of groups that did not end alike: a look costs little more in a long run than in a short one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.env.chat_messages import text_of
+from agentrl.env.tasks import row_id, task_id
+from agentrl.env.tools.tools import function_schema
 from agentrl.errors import StoreError
 from agentrl.host.disk_space import no_space_on
 from agentrl.records import GroupState, StopReason, Trajectory
@@ -38,7 +40,9 @@ RECENT = 3
 
 _STEPS = 512  # whose metrics are read, about
 _EPISODES = 256  # of the last steps, and as many of the first ones
+_OF_TASKS = 2048  # of the last steps and before, for what became of each task
 _TEXTS = 32  # episodes whose turns are read
+_MIXED, _OF_A_GROUP = 8, 4  # groups that are read beside them, and members of each
 _GONE = (GroupState.EXPIRED, GroupState.FAILED)
 _TURNS = 4000  # the newest: whose episodes say when somebody played
 _LEAST = 16  # episodes, where fewer ended in the last steps: then some of those before
@@ -64,7 +68,8 @@ class TurnFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFacts:
     """An ended training episode; it `began_s` with its first claim, in seconds since the epoch. `lost`: why it left the
-    buffer untrained; it may do neither yet. `turns` is empty if nobody read them."""
+    buffer untrained; it may do neither yet. `turns` is empty if nobody read them; only then are `tools`, the names of
+    those that it was offered, and `graded_s`, the seconds from its last action to its end, known."""
 
     id: int
     group: int
@@ -78,11 +83,22 @@ class EpisodeFacts:
     trained: bool = False
     lost: str = ""
     turns: Sequence[TurnFacts] = ()
+    tools: Sequence[str] = ()
+    graded_s: float = 0.0
 
     @property
     def text(self) -> str:
         """All that the policy wrote."""
         return "\n".join(turn.text for turn in self.turns)
+
+
+@dataclass(slots=True)
+class TaskFacts:
+    """A task over the newest episodes, also those of earlier steps: its `groups`, and the outcomes of their members
+    that may be trained."""
+
+    groups: set[int] = field(default_factory=set[int])
+    outcomes: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +128,9 @@ class RunFacts:
     optimizer steps that count, by step, `times` when each was done, in seconds since the epoch. `episodes` ended since
     the last `RECENT` steps began, `first` were the run's first, both by their end; `settled` ended in the same time, or
     in so many steps before as an episode may be old when it is trained. `playing`: from when to when each of the newest
-    episodes was under way, until now if it is. `live`: somebody holds the run; `training`: and steps are to come."""
+    episodes was under way, until now if it is. `mixed` are some groups whose members got different outcomes, with a few
+    read members of each; `tasks` are all tasks of the newest episodes by their id. `live`: somebody holds the run;
+    `training`: and steps are to come."""
 
     path: str
     config: RunConfig
@@ -126,6 +144,8 @@ class RunFacts:
     first: Sequence[EpisodeFacts] = ()
     settled: Sequence[EpisodeFacts] = ()
     playing: Sequence[tuple[float, float]] = ()
+    mixed: Sequence[Sequence[EpisodeFacts]] = ()
+    tasks: Mapping[str, TaskFacts] = field(default_factory=dict[str, TaskFacts])
     evaluations: Sequence[EvalFacts] = ()
     hosts: Mapping[str, HostFacts] = field(default_factory=dict[str, HostFacts])
     quarantined: Sequence[str] = ()
@@ -213,7 +233,8 @@ def read_facts(
     times = [row.time_s for row in rows]
     since = _time(times, RECENT)
     attempts = [row.attempt for row in rows[-1 - RECENT :]]
-    episodes, first, settled = _episodes(store, since, _time(times, RECENT + config.buffer.max_lag))
+    newest, read = _newest(store), _reader(store)
+    episodes, first, settled = _episodes(store, newest, read, since, _time(times, RECENT + config.buffer.max_lag))
     now_s = now()
     return RunFacts(
         path=quote(str(path)),
@@ -233,6 +254,8 @@ def read_facts(
         playing=[
             (began, now_s if ended is None else ended) for began, ended in store.metrics.activity(_TURNS).episodes
         ],
+        mixed=_mixed([row for row in newest if (row.ended_s or 0.0) > since], read),
+        tasks=_tasks(newest),
         evaluations=evaluations,
         hosts=_hosts(store, since, after=rows[-1].step - RECENT - 2 if rows else -1),
         quarantined=[task.reason for task in store.deaths.quarantined() if task.time_s > since],
@@ -246,9 +269,17 @@ def _time(times: Sequence[float], ago: int) -> float:
     return times[-1 - ago] if len(times) > ago else -math.inf
 
 
-def _episodes(
-    store: RunStore, since: float, settled_since: float
-) -> tuple[list[EpisodeFacts], list[EpisodeFacts], list[EpisodeFacts]]:
+Reader = Callable[[EpisodeRow, bool], EpisodeFacts]
+"""Makes the facts of an episode, with its turns or without."""
+
+
+def _newest(store: RunStore) -> list[EpisodeRow]:
+    """The newest ended training episodes, the last one first."""
+    rows = store.search.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_OF_TASKS)
+    return [row for row in rows if row.ended_s]
+
+
+def _reader(store: RunStore) -> Reader:
     served = store.versions.served_versions()
     times, steps = [version.confirmed_s for version in served], [version.step for version in served]
 
@@ -264,23 +295,56 @@ def _episodes(
         except StoreError:  # an engine's that somebody else started
             return None
 
+    return lambda row, whole: _facts(row, store.reads.trajectory(row.id) if whole else None, behind)
+
+
+def _episodes(
+    store: RunStore, rows: Sequence[EpisodeRow], read: Reader, since: float, settled_since: float
+) -> tuple[list[EpisodeFacts], list[EpisodeFacts], list[EpisodeFacts]]:
     def with_turns(rows: Sequence[EpisodeRow]) -> list[EpisodeFacts]:
         # Spread over the episodes instead of the newest: those of the last minute are the short ones, and would speak
         # for all.
-        read = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
-        return [_facts(row, store.reads.trajectory(row.id) if row.id in read else None, behind) for row in rows]
+        chosen = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
+        return [read(row, row.id in chosen) for row in rows]
 
-    newest = [
-        row
-        for row in store.search.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_EPISODES)
-        if row.ended_s
-    ]
+    newest = rows[:_EPISODES]
     recent = [row for row in newest if (row.ended_s or 0.0) > since]
     recent = sorted(recent if len(recent) >= _LEAST else newest[:_LEAST], key=lambda row: row.ended_s or 0.0)
     recent_ids = {row.id for row in recent}
     oldest = [row for row in store.search.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
-    settled = [_facts(row, None, behind) for row in newest if (row.ended_s or 0.0) > settled_since]
+    settled = [read(row, False) for row in newest if (row.ended_s or 0.0) > settled_since]
     return with_turns(recent), with_turns([row for row in oldest if row.id not in recent_ids]), settled
+
+
+def _mixed(rows: Sequence[EpisodeRow], read: Reader) -> list[list[EpisodeFacts]]:
+    """Some of the groups whose members got different outcomes, with a few members of each: those that look alike first,
+    as equal actions can only be among them."""
+    groups: dict[int, list[EpisodeRow]] = {}
+    for row in rows:
+        if row.outcome is not None and row.stop_reason is not None and row.stop_reason.by_policy:
+            groups.setdefault(row.group_id, []).append(row)
+    mixed = [members for members in groups.values() if len({row.outcome for row in members}) > 1]
+    chosen: list[list[EpisodeFacts]] = []
+    for members in mixed[:_MIXED]:
+        looks: dict[tuple[int, int], set[float | None]] = {}
+        for row in members:
+            looks.setdefault((row.turns, row.tokens), set()).add(row.outcome)
+        alike = [row for row in members if len(looks[row.turns, row.tokens]) > 1]
+        best = max(row.outcome or 0.0 for row in members)
+        won, lost = ([row for row in members if (row.outcome == best) is wins] for wins in (True, False))
+        paired = [row for pair in zip(won, lost, strict=False) for row in pair]
+        chosen.append([read(row, True) for row in {row.id: row for row in [*alike, *paired]}.values()][:_OF_A_GROUP])
+    return chosen
+
+
+def _tasks(rows: Sequence[EpisodeRow]) -> dict[str, TaskFacts]:
+    tasks: dict[str, TaskFacts] = {}
+    for row in rows:
+        if row.outcome is not None and row.stop_reason is not None and row.stop_reason.by_policy:
+            task = tasks.setdefault(row_id(row.task) if row.task.options else task_id(row.task), TaskFacts())
+            task.groups.add(row.group_id)
+            task.outcomes.append(row.outcome)
+    return tasks
 
 
 def _facts(
@@ -319,6 +383,8 @@ def _facts(
         trained=row.taken_step is not None and row.dropped is None,
         lost=row.dropped or (row.group_reason or "" if row.group_state in _GONE and not row.late else ""),
         turns=turns,
+        tools=[str(function_schema(schema).get("name")) for schema in trajectory.tools.schemas] if trajectory else (),
+        graded_s=max(0.0, ended - trajectory.turns[-1].ended_s) if trajectory and trajectory.turns else 0.0,
     )
 
 

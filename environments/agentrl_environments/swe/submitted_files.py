@@ -63,7 +63,8 @@ class WorkRefused(PolicyFault):
 
 
 async def start_listing(box: Sandbox) -> Listing:
-    """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them, HostBusy."""
+    """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them, and
+    HostBusy."""
     result = await box.exec(["sh", "-c", _LISTING], timeout_s=_LISTING_S)
     if own_time_out(result) or result.truncated:
         raise ConfigError("box", f"{len(result.stdout)} bytes", "the task's files cannot be listed: give larger limits")

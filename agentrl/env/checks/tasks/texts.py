@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from agentrl.env.checks.tasks.verdicts import Finding, TaskText
@@ -59,10 +59,11 @@ def answer_in_prompt(texts: Sequence[TaskText]) -> dict[int, list[Finding]]:
     front, back = _shared(prompts)
     inner = [f" {' '.join(prompt[front : len(prompt) - back])} " for prompt in prompts]
     answers = [" ".join(_words(each.answer)) for each in texts]
+    choices = {answer for answer in answers if answer}
     announced = {
         index
         for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
-        if answer and re.search(rf" (?:answer|solution|result) (?:is )?{re.escape(answer)} ", prompt)
+        if answer and _announces(prompt, answer, choices)
     }
     containing = {
         index
@@ -74,6 +75,15 @@ def answer_in_prompt(texts: Sequence[TaskText]) -> dict[int, list[Finding]]:
         index: [Finding("answer-in-prompt", f"the prompt has the answer {texts[index].answer.strip()[:80]!r}")]
         for index in sorted(giving)
     }
+
+
+def _announces(prompt: str, answer: str, choices: Collection[str]) -> bool:
+    """Whether a prompt says what the answer is. One that lists what may be answered (answer yes or no) says nothing."""
+    for match in re.finditer(rf" (?:answer|solution|result) (?:is )?{re.escape(answer)} ", prompt):
+        following = prompt[match.end() :].partition(" ")[0]
+        if following != "or" and following not in choices:
+            return True
+    return False
 
 
 def most_frequent_answer(texts: Sequence[TaskText]) -> tuple[str, float]:
