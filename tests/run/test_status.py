@@ -97,6 +97,31 @@ def test_of_many_evaluations_the_first_and_the_last_are_told(run: RunDir) -> Non
         assert f"success   0.50 in the last steps; held-out at {said}; lag 1.0 steps" in list(status.lines(found))
 
 
+def test_success_by_step_has_intervals_over_groups(run: RunDir) -> None:
+    """Wilson's, by scipy; steps without a group, or whose tasks have no success, are none."""
+    stats = pytest.importorskip("scipy.stats")
+    rates = [(0.25, 8), (0.5, 8), (None, 8), (0.5, 0), (0.75, 16), (1.0, 16)]
+    for at, (rate, groups) in enumerate(rates, 1):
+        step(run, at, NOW + at, success_mean=rate, group_count=groups)
+    found = status.status(run, lambda: NOW + 7)
+    oracle = [stats.binomtest(won, n).proportion_ci(method="wilson") for won, n in ((2, 8), (4, 8), (12, 16), (16, 16))]
+    assert [(point["first"], point["groups"]) for point in found["curve"]] == [(1, 8), (2, 8), (5, 16), (6, 16)]
+    for point, interval in zip(found["curve"], oracle, strict=True):
+        assert (point["low"], point["high"]) == pytest.approx((interval.low, interval.high), abs=1e-12)
+    (line,) = (line for line in status.lines(found) if line.startswith("curve"))
+    assert line.startswith("curve     success at step 1: 0.25 (0.07 to 0.59), 2: 0.50 (0.22 to 0.78), 5: 0.75")
+    for at in range(7, 11):
+        step(run, at, NOW + at, success_mean=0.5, group_count=4)
+    pooled = status.status(run, lambda: NOW + 11)["curve"]
+    assert [(point["first"], point["last"], point["groups"]) for point in pooled] == [
+        (1, 2, 16),
+        (5, 6, 32),
+        (7, 8, 8),
+        (9, 10, 8),
+    ]
+    assert pooled[0]["success"] == 0.375
+
+
 def test_the_pace_of_a_young_run_is_that_of_its_few_steps(run: RunDir) -> None:
     step(run, 1, NOW)
     assert status.status(run, lambda: NOW)["step_s"] is None

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, cast
@@ -26,6 +26,7 @@ from agentrl.run.cluster import scale_requests, scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.reporting import notice_counts, report
 from agentrl.run.reporting.reward_figures import failures as score_failures
+from agentrl.run.reporting.training_curve import training_curve
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.metrics import Metric
@@ -45,6 +46,7 @@ _RECENT = 10  # steps in a mean
 _PACE = 20  # steps from which the time of the next ones is estimated
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
+_POINTS = 4  # of the curve of success: more do not fit a line
 _POLL_S = 0.1
 _MOST_NOTICES = 5  # lines for a person; --json has all
 
@@ -122,6 +124,7 @@ def status(
         and last_step_ago_s > max(_LATE_S, _SLOW * step_pace_s)
         else None,
         "success": fmean(_numbers(recent_values, "success_mean")) if _numbers(recent_values, "success_mean") else None,
+        "curve": [asdict(point) for point in training_curve(_curve(rows), _POINTS)],
         "held_out": {
             eval_step: eval_result.success
             for first_curve in list(curve_by_set.values())[:1]
@@ -192,6 +195,12 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
             success_texts[1:-2] = ["…"]
         held_out = f"; held-out at {', '.join(success_texts)}" if success_texts else ""
         yield f"success   {facts['success']:.2f} in the last steps{held_out}; lag {facts['lag_mean'] or 0:.1f} steps"
+    if len(facts["curve"]) > 1:
+        point_texts = [
+            f"{_span(point)}: {point['success']:.2f} ({point['low']:.2f} to {point['high']:.2f})"
+            for point in facts["curve"]
+        ]
+        yield f"curve     success at step {', '.join(point_texts)}; 95% intervals over groups"
     for entry_name, newest_rates in facts["pass_at"].items():
         pass_texts = ", ".join(
             evaluation.format_pass(sample_count, pass_rate)
@@ -320,6 +329,17 @@ def _next(facts: dict[str, Any]) -> str:
     if facts["paused_s"] is not None:
         return f"agentrl resume {run_path}; agentrl stop {run_path}"
     return f"agentrl logs {run_path} --follow; agentrl stop {run_path}"
+
+
+def _span(point: dict[str, Any]) -> str:
+    first, last = point["first"], point["last"]
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def _curve(rows: Sequence[Metric]) -> list[tuple[int, float, int]]:
+    """Step, success and groups of the steps that measured success."""
+    measured = [row for row in rows if isinstance(row.values.get("success_mean"), int | float)]
+    return [(row.step, float(row.values["success_mean"]), int(row.values.get("group_count") or 0)) for row in measured]
 
 
 def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:

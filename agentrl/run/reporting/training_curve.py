@@ -1,0 +1,45 @@
+"""The success of a training run over its steps, with intervals.
+
+A step trains a few groups, so its success is mostly luck: seen step by step, a curve rises and falls without a reason.
+The unit is the task, that is the group: members of one group share its difficulty. Each interval is Wilson's over
+groups, as that of pass@k (`agentrl.algos.pass_at_k`), and is too wide rather than too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from agentrl.algos.pass_at_k import wilson
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The success of the steps `first` to `last`, of so many `groups`, with the ends of its 95% interval."""
+
+    first: int
+    last: int
+    success: float
+    low: float
+    high: float
+    groups: int
+
+
+def training_curve(steps: Sequence[tuple[int, float, int]], points: int) -> list[CurvePoint]:
+    """At most `points` points of a curve, each of about as many steps; `steps` are (step, success, groups) in order. A
+    step without a group says nothing and is left out."""
+    steps = [step for step in steps if step[2] > 0]
+    return [_point(part) for part in _parts(steps, points)]
+
+
+def _parts(steps: Sequence[tuple[int, float, int]], points: int) -> Iterator[Sequence[tuple[int, float, int]]]:
+    count = min(points, len(steps))
+    for at in range(count):
+        yield steps[at * len(steps) // count : (at + 1) * len(steps) // count]
+
+
+def _point(steps: Sequence[tuple[int, float, int]]) -> CurvePoint:
+    groups = sum(each[2] for each in steps)
+    success = sum(each[1] * each[2] for each in steps) / groups
+    low, high = wilson(success, groups)
+    return CurvePoint(steps[0][0], steps[-1][0], success, low, high, groups)
