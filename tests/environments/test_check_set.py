@@ -507,6 +507,31 @@ def test_results_of_other_settings_are_not_mixed(four: str, tmp_path: Path) -> N
         check_set(plan_of(tmp_path, four, {}))
 
 
+def test_results_are_refused_once_the_content_of_a_packaged_set_changed(four: str, tmp_path: Path) -> None:
+    """No setting names it: the environment does, or its words show it."""
+    names = "    bad_tasks = ()\n    task_files = (Path(__file__).with_name('content'),)\n"
+    texts = "\n    def task_texts(self):\n        import words\n        return words.texts()\n"
+    (tmp_path / "four.py").write_text(FOUR.replace("    bad_tasks = ()\n", names) + texts)
+    words, content = tmp_path / "words.py", tmp_path / "content" / "tasks.jsonl"
+    add(content, "one task")
+    add(words, "from agentrl.env.checks.tasks.verdicts import TaskText\ntexts = lambda: [TaskText('a', 'b')] * 4\n")
+    plan = plan_of(tmp_path, four, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        assert check_set(plan).right and check_set(plan).right, "nothing changed: it goes on"
+        add(content, "and one more")
+        with pytest.raises(UsageError, match="older than the files of its tasks"):
+            check_set(plan)
+        content.write_text("one task")
+        assert check_set(plan).right
+        import words as loaded
+
+        patch.setattr(loaded, "texts", lambda: [TaskText("a", "c")] * 4)
+        with pytest.raises(UsageError, match="older than the files of its tasks"):
+            check_set(plan)
+    assert {path.name for path in SWE().task_files} == {"tasks.jsonl", "repositories"}
+
+
 def test_a_row_that_cannot_be_asked_hinders_no_other(tmp_path: Path) -> None:
     rows = [{"prompt": "Say yes.", "answer": "yes", "grader": ""}, {"prompt": None, "answer": "no", "grader": ""}]
     (tmp_path / "judge.py").write_text(REWARD)

@@ -22,8 +22,8 @@ from agentrl.sandbox import known_backend
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.judging import DEADLINE_S, SourceJudge
-from agentrl_environments.repo_repair import texts
-from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
+from agentrl_environments.repo_repair import catalogue, texts
+from agentrl_environments.repo_repair.repository import FOLDER, SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
 from agentrl_environments.rewards import LintDelta, PotentialDelta, TestDelta, carried
 from agentrl_tools.base import command_result, text_result
@@ -48,6 +48,7 @@ class RepoRepair(ToolEnv):
     limits = EpisodeLimits(turns=30, tool_seconds=300.0)
     blocking = False
     replayable = True
+    task_files = (catalogue.FILE, FOLDER)
     needs_step_s = _TESTS_S + DEADLINE_S  # the visible tests, and judging by the hidden ones
 
     def __init__(

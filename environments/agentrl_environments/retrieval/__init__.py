@@ -51,8 +51,9 @@ class Retrieval(ToolEnv):
     ) -> None:
         if split not in ("train", "held_out", "all"):
             raise UsageError(f"split = {split!r}: give 'train', 'held_out' or 'all'")
-        self._index = _index(corpus or str(_HERE / "corpus.jsonl"))
-        rows = _questions(questions or str(_HERE / "questions.jsonl"))
+        corpus, questions = corpus or str(_HERE / "corpus.jsonl"), questions or str(_HERE / "questions.jsonl")
+        self._index, rows = _index(corpus), _questions(questions)
+        self.task_files = (Path(corpus), Path(questions))
         self._questions = [row for row in rows if split == "all" or _is_held_out(row) == (split == "held_out")]
         if not self._questions:
             raise UsageError(f"split = {split!r}: no question is left; give 'all' for questions of your own")

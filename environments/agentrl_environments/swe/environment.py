@@ -65,6 +65,7 @@ class CodingTasks(ToolEnv):
     limits = EpisodeLimits(turns=60, tool_seconds=1800.0)
     blocking = False
     needs_step_by = "verifier.timeout_sec of its tasks"
+    task_files: Sequence[Path] = ()
 
     def __init__(
         self,
@@ -272,6 +273,8 @@ class SWE(CodingTasks):
         if not source.startswith("hf:"):
             _existing(Path(source), Path.is_file, "give a file of rows, such as tasks.jsonl, or hf:NAME:SPLIT")
         self.needs_step_by = "" if defaults.apart else "tests_s"
+        files = [Path(source), defaults.repositories]
+        self.task_files = [path for path in files if path is not None and path.exists()]
         super().__init__(tasks=jsonl.load(source, defaults), source=source, **settings)
 
 
@@ -306,6 +309,7 @@ class Harbor(CodingTasks):
             shared_verifier=shared_verifier,
         )
         folder = _existing(Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks")
+        self.task_files = [folder]
         super().__init__(tasks=harbor.load(folder, defaults), source=str(folder), sandbox=sandbox, **settings)
 
 

@@ -31,6 +31,7 @@ from agentrl.env.checks.tasks.verdicts import (
     REASONS,
     Finding,
     HasCheats,
+    HasFiles,
     HasFindings,
     HasTexts,
     TaskText,
@@ -167,13 +168,14 @@ class _SetCheck:
     def __init__(self, plan: SetPlan) -> None:
         self._plan = plan
         self._texts: Sequence[TaskText] = ()
+        self._files: Sequence[Path] = ()
         self._majority, self._chance = "", 0.0
         self._results: dict[int, dict[str, Any]] = {}
         self._of_every_task: UsageError | None = None
 
     async def run(self) -> SetVerdict:
         plan = self._plan
-        count, bad, self._texts = await _set(self._new)
+        count, bad, self._texts, self._files = await _set(self._new)
         if plan.seeds is None and not count:
             raise UsageError(f"{plan.env_id} says not how many tasks it has: give --n")
         seeds = range(count) if plan.seeds is None else plan.seeds
@@ -207,11 +209,18 @@ class _SetCheck:
             "env": plan.env_id,
             "kwargs": dict(plan.kwargs),
             "repeat": plan.repeat,
-            "files": _digest_of_files([plan.env_id, plan.kwargs], apart=(plan.out, plan.skip)),
+            "files": self._digest(),
         }
 
+    def _digest(self) -> str:
+        """A digest of what the tasks are made of: files that the settings or the environment name, and their words,
+        which may come from elsewhere."""
+        names = [self._plan.env_id, self._plan.kwargs, list(map(str, self._files))]
+        words_too = [[text.text, text.answer] for text in self._texts]
+        return _digest_of_files(names, words_too, apart=(self._plan.out, self._plan.skip))
+
     async def _held_out(self, changes: Mapping[str, Json]) -> dict[int, list[Finding]]:
-        _, _, held_out = await _set(partial(self._new, **changes))
+        _, _, held_out, _ = await _set(partial(self._new, **changes))
         if not self._texts or not held_out:
             raise UsageError(f"{self._plan.env_id} offers no words of its tasks: leave out --held-out")
         return words.in_held_out(self._texts, held_out)
@@ -394,14 +403,15 @@ class _SetCheck:
         return replace(verdicts, skip=self._plan.skip if verdicts.wrong else None)
 
 
-async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Sequence[TaskText]]:
-    """How many tasks a set has, the parts of it that make none, and its words."""
+async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Sequence[TaskText], Sequence[Path]]:
+    """How many tasks a set has, the parts of it that make none, its words, and its files."""
     env = new()
     try:
         texts = env.task_texts() if isinstance(env, HasTexts) else ()
+        files = env.task_files if isinstance(env, HasFiles) else ()
         if not isinstance(env, HasTasks):
-            return 0, [], texts
-        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks], texts
+            return 0, [], texts, files
+        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks], texts, files
     finally:
         await close(env)
 
@@ -444,11 +454,11 @@ def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     }
 
 
-def _digest_of_files(settings: object, *, apart: Sequence[Path]) -> str:
-    """A digest of all files that settings name: rows, folders of tasks, the files of functions. What this command
-    writes itself is `apart`."""
+def _digest_of_files(settings: object, words: Sequence[Sequence[str]], *, apart: Sequence[Path]) -> str:
+    """A digest of all files that settings name (rows, folders of tasks, the files of functions), and of words. What
+    this command writes itself is `apart`."""
     # A verdict on a task that was corrected since would be wrong, and nothing in the settings shows the correction.
-    digest, outputs = hashlib.sha256(), [path.resolve() for path in apart]
+    digest, outputs = hashlib.sha256(json.dumps(words).encode()), [path.resolve() for path in apart]
     for path in sorted({file for name in _names(settings) for file in _files_of(name)}):
         if not any(path == each or each in path.parents for each in outputs):
             digest.update(f"{path}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode(errors="surrogateescape"))
@@ -473,7 +483,8 @@ def _files_of(name: str) -> Iterator[Path]:
             if (path := Path(place).resolve()).is_file():
                 yield path
             elif place and path.is_dir():
-                yield from (each for each in path.rglob("*") if each.is_file())
+                # Caches of an import change by themselves.
+                yield from (each for each in path.rglob("*") if each.is_file() and "__pycache__" not in each.parts)
 
 
 def _write_skip(file: Path, wrong: Sequence[TaskVerdict]) -> None:

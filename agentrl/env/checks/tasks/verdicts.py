@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from agentrl.env.checks.oracles import Oracle
@@ -84,6 +85,14 @@ class HasTexts(Protocol):
     """An environment that knows the words of all its tasks, in the order of its seeds."""
 
     def task_texts(self) -> Sequence[TaskText]: ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """An environment whose tasks are made of `task_files`, files or folders, also those of its own package. Results of
+    tasks are no longer valid once one of them has changed."""
+
+    task_files: Sequence[Path]
 
 
 @runtime_checkable
