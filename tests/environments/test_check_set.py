@@ -82,6 +82,20 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+Spoil = Callable[[dict[str, Any], list[dict[str, Any]]], None]
+QUESTIONS: list[tuple[str, str, Spoil]] = [
+    ("lies", "no-work-wins", lambda row, held_out: row.update(grader="passes")),
+    ("impossible", "gold-loses", lambda row, held_out: row.update(grader="fails")),
+    ("flaky", "outcome-changes", lambda row, held_out: row.update(grader="flaky")),
+    ("unknown", "grader-late", lambda row, held_out: row.update(grader="late")),
+    ("unknown", "raised", lambda row, held_out: row.update(grader="raises")),
+    ("lies", "cheat-wins", lambda row, held_out: row.update(grader="lenient")),
+    ("lies", "answer-in-prompt", lambda row, held_out: row.update(prompt=f"{row['prompt']} (Answer: {row['answer']})")),
+    ("lies", "in-held-out", lambda row, held_out: row.update(held_out[3])),
+    ("lies", "near-held-out", lambda row, held_out: row.update(held_out[7], prompt=near(held_out[7]["prompt"]))),
+]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_defects_of_questions_are_found_where_they_are(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -97,21 +111,10 @@ def test_defects_of_questions_are_found_where_they_are(seed: int, tmp_path: Path
     healthy = check_set(plan_of(tmp_path, ROWS_ENV, kwargs, held_out=held))
     assert reasons(healthy) == {} and healthy.right and healthy.by_verdict == {"ok": 30}
 
-    places = rng.sample(range(30), 9)
+    places = rng.sample(range(30), len(QUESTIONS))
     expected: dict[str, tuple[str, set[str]]] = {}
-    seeded: list[tuple[str, str, Callable[[dict[str, Any]], None]]] = [
-        ("lies", "no-work-wins", lambda row: row.update(grader="passes")),
-        ("impossible", "gold-loses", lambda row: row.update(grader="fails")),
-        ("flaky", "outcome-changes", lambda row: row.update(grader="flaky")),
-        ("unknown", "grader-late", lambda row: row.update(grader="late")),
-        ("unknown", "raised", lambda row: row.update(grader="raises")),
-        ("lies", "cheat-wins", lambda row: row.update(grader="lenient")),
-        ("lies", "answer-in-prompt", lambda row: row.update(prompt=f"{row['prompt']} (Answer: {row['answer']})")),
-        ("lies", "in-held-out", lambda row: row.update(held_out[3])),
-        ("lies", "near-held-out", lambda row: row.update(held_out[7], prompt=near(held_out[7]["prompt"]))),
-    ]
-    for place, (verdict, reason, spoil) in zip(places, seeded, strict=True):
-        spoil(rows[place])
+    for place, (verdict, reason, spoil) in zip(places, QUESTIONS, strict=True):
+        spoil(rows[place], held_out)
         expected[f"row {place}"] = verdict, {reason}
     written(tmp_path / "train.jsonl", rows)
     found = check_set(plan_of(tmp_path, ROWS_ENV, kwargs, held_out=held, out=tmp_path / "spoiled"))
@@ -582,6 +585,14 @@ def test_the_page_has_every_reason() -> None:
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     listed = {reason: row[0] for row in rows if row[0] in ORDER for reason in re.findall(r"`([\w-]+)`", row[2])}
     assert listed == {reason: verdict for reason, (verdict, _) in REASONS.items()}
+
+
+def test_each_kind_of_defect_on_the_page_is_seeded() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "check-tasks.md").read_text()
+    kinds = re.findall(r"^\| [a-z' ,-]+ \| `([\w-]+)` \|$", page, re.MULTILINE)
+    of_questions = [reason for _, reason, _ in QUESTIONS]
+    seeded = {reason for _, reason in HARBOR.values()} | {reason for _, _, reason in ROWS.values()} | {*of_questions}
+    assert len(kinds) == 14 and set(kinds) <= seeded
 
 
 def test_a_verdict_is_the_first_that_any_finding_has() -> None:
