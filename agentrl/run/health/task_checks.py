@@ -62,7 +62,7 @@ def _equal_pairs(members: Sequence[EpisodeFacts]) -> Iterator[tuple[EpisodeFacts
 
 
 def outcome_follows_seconds(facts: RunFacts) -> Advice | None:
-    """Of one task those lose whose last action was graded for longer."""
+    """Members of a group lose whose last action was graded for longer."""
     pairs = [
         (winner.graded_s, loser.graded_s)
         for members in facts.mixed
