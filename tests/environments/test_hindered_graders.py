@@ -23,7 +23,11 @@ from agentrl.env.checks.oracles import Oracle, say
 from agentrl.errors import AgentRLError, HostBusy, SandboxLost
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.graded_time import own_time_out
-from agentrl.sandbox.shared_backend import shared
+from agentrl.sandbox.shared_backend import once_a_loop, shared
+
+@once_a_loop
+def verdicts():
+    return {}
 
 def busy():
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
@@ -57,6 +61,9 @@ class Graded(agentrl.ToolEnv):
         grader = self.task["task"]
         if grader.startswith("slow") and busy():
             return False
+        known = verdicts() if "remembers" in grader else {}
+        if self.text in known:
+            return known[self.text]
         with warnings.catch_warnings(action="ignore"):
             boxes = shared("local-unsafe")
         await boxes.enter()
@@ -67,7 +74,7 @@ class Graded(agentrl.ToolEnv):
             finally:
                 await box.close()
         except SandboxLost:
-            if grader != "loses when killed":
+            if not grader.startswith("loses when killed"):
                 raise
             return False
         except HostBusy:
@@ -78,7 +85,8 @@ class Graded(agentrl.ToolEnv):
             await boxes.leave()
         if grader == "loses when slowed":
             return not result.timed_out and self.text == "gogold"
-        return not own_time_out(result) and self.text == "gogold"
+        known[self.text] = not own_time_out(result) and self.text == "gogold"
+        return known[self.text]
 
     def oracles(self):
         turns = ["go", "gold"]
@@ -106,17 +114,25 @@ def checked(env: str, out: Path, *graders: str, loaded: int = 0) -> SetVerdict:
 
 
 def test_law3_a_grader_that_scores_a_failure_of_its_machine_is_named(graders: str, tmp_path: Path) -> None:
-    names = ("right", "loses when killed", "loses when slowed", "loses when starved", "wins without a result")
+    names = (
+        "right",
+        "loses when killed",
+        "loses when killed, remembers",
+        "loses when slowed",
+        "loses when starved",
+        "wins without a result",
+    )
     found = checked(graders, tmp_path / "out", *names)
     evidence = {task.task: [(finding.reason, finding.evidence) for finding in task.findings] for task in found.tasks}
     assert evidence == {
         "right": [],
         "loses when killed": [("host-scored", "with its grader killed: the solution got 0")],
+        "loses when killed, remembers": [("host-scored", "with its grader killed: the solution got 0")],
         "loses when slowed": [("host-scored", "with its grader slowed: the solution got 0")],
         "loses when starved": [("host-scored", "with its grader starved: the solution got 0")],
         "wins without a result": [("host-scored", "with its grader starved: everything got 1")],
     }
-    assert found.by_verdict == {"ok": 1, "flaky": 4}
+    assert found.by_verdict == {"ok": 1, "flaky": 5}
     assert found.tasks[0].hindered == {"killed": None, "slowed": None, "starved": None}, "all were tried, none scored"
 
 

@@ -20,14 +20,15 @@ from trio.testing import MockClock
 
 import agentrl
 from agentrl.env import ToolEnv
-from agentrl.protocols import SandboxSpec
+from agentrl.errors import HostBusy
+from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.records import StopReason, Task, Trajectory
 from agentrl.rollout.episode import play
 from agentrl.rollout.stop_cause import StopCause
 from agentrl_environments.code_repair import CodeRepair
 from agentrl_environments.judging import SourceJudge
 from agentrl_environments.repo_repair import RepoRepair
-from agentrl_environments.swe import SWE, Harbor
+from agentrl_environments.swe import SWE, Harbor, submitted_files
 
 ROOM: dict[str, Any] = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, "max_turns": 20}
 SLEEP = "import time\ntime.sleep(1000)\n"
@@ -207,3 +208,22 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
     outcomes = [store.reads.trajectory(claim.episode_id).outcome for claim in claims]
     assert outcomes == [0.0] * 7 + [1.0], endings
     assert {ending.stop_reason for ending in endings.values()} == {StopReason.DONE}
+
+
+class _LateBox:
+    """A box whose commands end at their deadline; the host withheld the processor for `starved_s` of 60 seconds."""
+
+    def __init__(self, starved_s: float) -> None:
+        self._starved_s = starved_s
+
+    async def exec(self, argv: Any, **_: Any) -> ExecResult:
+        late = {"timed_out": True, "duration_s": 60.0, "starved_s": self._starved_s}
+        return ExecResult(exit_code=137, stdout=b"", stderr=b"", **late)
+
+
+async def test_law_3_a_work_folder_that_the_host_kept_from_being_listed_is_not_refused() -> None:
+    """A folder with too many files to list is the agent's doing, and gets 0."""
+    with pytest.raises(submitted_files.WorkRefused):
+        await submitted_files.work(_LateBox(0.0), {}, lambda path, start: True)  # type: ignore[arg-type]
+    with pytest.raises(HostBusy):
+        await submitted_files.work(_LateBox(55.0), {}, lambda path, start: True)  # type: ignore[arg-type]

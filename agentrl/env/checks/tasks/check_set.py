@@ -24,7 +24,7 @@ from agentrl.algos.pass_at_k import wilson
 from agentrl.env import as_async
 from agentrl.env.checks.oracles import HasOracles, HasTasks, Oracle, say
 from agentrl.env.checks.tasks import texts as words
-from agentrl.env.checks.tasks.hindrance import busy_processors, hindered_plays
+from agentrl.env.checks.tasks.hindrance import busy_processors, hindered_plays, in_own_loop
 from agentrl.env.checks.tasks.plays import UNTOUCHED, Play, close, failure_of, play
 from agentrl.env.checks.tasks.task_checks import CHECKS, GOLD, NO_WORK, WRONG, TaskPlays, changed, under_load
 from agentrl.env.checks.tasks.verdicts import (
@@ -290,7 +290,9 @@ class _SetCheck:
         ]
         won = next(((index, play) for index, play, wins in steady if wins), None)
         lost = next(((index, play) for index, play, _ in steady if play.oracle.name == NO_WORK[0]), None)
-        return {} if won is None else await hindered_plays(self._new, seed, won, lost, partial(self._oracles, seed))
+        if won is None:
+            return {}
+        return await in_own_loop(partial(hindered_plays, self._new, seed, won, lost, partial(self._oracles, seed)))
 
     async def _load(self, seeds: Sequence[int], file: Path) -> None:
         """Grade the solutions of some tasks alone and on a busy machine. Tasks whose solution does not always win
@@ -316,9 +318,8 @@ class _SetCheck:
         def gold(env: AsyncEnv) -> list[Oracle]:
             return [oracle for oracle in self._oracles(seed, env) if oracle.name == GOLD]
 
-        return await play(
-            self._new, seed, Oracle(GOLD, 1.0, say("")), 0, gold, self._results[seed]["grader_deadline_s"]
-        )
+        oracle, deadline_s = Oracle(GOLD, 1.0, say("")), self._results[seed]["grader_deadline_s"]
+        return await in_own_loop(partial(play, self._new, seed, oracle, 0, gold, deadline_s))
 
     async def _look(self, seed: int) -> _Look:
         env = self._new()

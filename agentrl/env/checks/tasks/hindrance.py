@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
+
+import trio
 
 from agentrl.env import sync_async
 from agentrl.env.checks.oracles import Oracle
@@ -27,6 +29,7 @@ from agentrl.protocols import AsyncEnv, BoxProcess, ExecResult, Sandbox
 from agentrl.records import Messages
 from agentrl.sandbox.shared_backend import wrapped_boxes
 
+T = TypeVar("T")
 Hindrance = Literal["killed", "slowed", "starved"]
 
 HINDRANCES: Final[tuple[Hindrance, ...]] = ("killed", "slowed", "starved")
@@ -106,6 +109,25 @@ class _HinderedBox:
             self._boxes.result(None)
             raise HostBusy("no processor for the process, as a check of the task asks")
         return await self._box.start(argv, **options)
+
+
+async def in_own_loop(function: Callable[[], Awaitable[T]]) -> T:
+    """Call a function in a trio loop of its own, in a thread, within the deadline around the call.
+
+    Environments remember the verdicts of equal work for as long as a loop runs, and a grader that is not asked again
+    can be neither hindered nor timed."""
+    left_s = trio.current_effective_deadline() - trio.current_time()
+
+    async def main() -> T:
+        with trio.fail_after(left_s):
+            return await function()
+
+    try:
+        # Left behind where somebody interrupts the command: its own deadline ends it, or the process does.
+        return await trio.to_thread.run_sync(trio.run, main, abandon_on_cancel=True)
+    except trio.TooSlowError:
+        await trio.sleep(max(0.0, trio.current_effective_deadline() - trio.current_time()))  # which cancels the caller
+        raise
 
 
 async def hindered_plays(

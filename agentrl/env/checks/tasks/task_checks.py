@@ -147,8 +147,8 @@ CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
 
 
 def under_load(alone: Play, loaded: Play, deadline_s: float | None) -> Iterator[Finding]:
-    """Yield what busy processors make of a solution that wins otherwise. Tasks are not checked so one by one: a whole set
-    would keep its machine busy for hours."""
+    """Yield what busy processors make of a solution that wins otherwise. Tasks are not checked so one by one: a whole
+    set would keep its machine busy for hours."""
     took = f"{alone.grader_s:.1f} s alone, {loaded.grader_s:.1f} s with all processors busy"
     if alone.wins and loaded.result is not None and loaded.result.got is not None and not loaded.wins:
         yield Finding("host-scored", f"with all processors busy the solution got {_shown(loaded.result.got)} ({took})")
