@@ -77,6 +77,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             "canary http://127.0.0.1:8000 --model out/model",
             "canary http://127.0.0.1:8000 --model Qwen/Qwen3-0.6B --adapter out/adapter --candidates out/step-10",
         ),
+        "conformance": (
+            "conformance --trainer agentrl",
+            "conformance --trainer trl --python .venv-peers/bin/python --case grader-fails --json",
+        ),
         "vllm-plugin": ("vllm-plugin", "vllm-plugin /opt/agentrl-plugin"),
     },
     "This installation": {

@@ -26,6 +26,7 @@ from agentrl.cli.canary import canary
 from agentrl.cli.command_groups import OrderedCommands, arrange
 from agentrl.cli.compare import compare
 from agentrl.cli.completion import environment_ids, run_folders
+from agentrl.cli.conformance import conformance
 from agentrl.cli.demo import demo
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
@@ -85,6 +86,7 @@ for command in (
     sft,
     export,
     canary,
+    conformance,
 ):
     app.command()(command)
 app.command("set")(set_)

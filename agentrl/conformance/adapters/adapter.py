@@ -1,0 +1,59 @@
+"""What an adapter of a trainer is. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+from urllib.parse import quote
+
+from agentrl.conformance.observation import Recorder
+from agentrl.conformance.scenario import Scenario
+
+BUILT_IN: Final = {
+    "agentrl": "agentrl.conformance.adapters.agentrl_trainer:ADAPTER",
+    "trl": "agentrl.conformance.adapters.trl_trainer:ADAPTER",
+    "verifiers": "agentrl.conformance.adapters.verifiers_rollouts:ADAPTER",
+}
+"""The adapters in this package, by trainer."""
+
+_CALL_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a case gives an adapter: a model folder, the URL of the scripted engine, and a folder of its own that
+    outlives a kill."""
+
+    model: Path
+    url: str
+    folder: Path
+
+    def grade(self, name: str) -> float:
+        """The reward that the grader gives for a sampled text: any text with the turn's name. Raises OSError if the
+        grader's host fails."""
+        with urllib.request.urlopen(f"{self.url}/grade?name={quote(name)}", timeout=_CALL_S) as answer:
+            return float(json.load(answer)["reward"])
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request to the engine. Raises OSError."""
+        data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=_CALL_S) as answer:
+            return cast("dict[str, Any]", json.load(answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A trainer. `train` drives it over a scenario to its end and reports to the recorder what entered its loss; what
+    the trainer raises passes through. `packages` are the distributions whose versions the table shows. `unseen` says
+    what the adapter cannot observe of it, and why: rows, advantages, logprobs. `inapplicable` names the cases that this
+    trainer cannot get into, with the reason."""
+
+    packages: tuple[str, ...]
+    train: Callable[[Scenario, Setup, Recorder], None]
+    unseen: Mapping[str, str] = field(default_factory=dict[str, str])
+    inapplicable: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -1,0 +1,98 @@
+"""Runs cases with one trainer, one after the other, in a process of its own: `PYTHON child.py ORDER.json`.
+
+Started by path, so that any Python can run it. In an order that says `alone`, agentrl's modules that need the standard
+library alone are found beside this file, and nothing else of agentrl is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+import types
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from agentrl.conformance.observation import Recorder
+
+GROUP = "agentrl.conformance"
+"""The entry points of trainers that other packages bring: a name, and `module:object` of an `Adapter`."""
+
+
+def _find_agentrl(folder: Path) -> None:
+    """Make `agentrl.conformance` importable from its folder, without `agentrl/__init__.py` and its requirements."""
+    package = types.ModuleType("agentrl")
+    package.__path__ = [str(folder.parent)]
+    sys.modules["agentrl"] = package
+
+
+def load(trainer: str) -> Any:
+    """The adapter of a trainer: a built-in one, an entry point, or `module:object`. Raises LookupError."""
+    from agentrl.conformance.adapters.adapter import BUILT_IN
+
+    reference = BUILT_IN.get(trainer, trainer)
+    if ":" not in reference:
+        entries = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
+        if trainer not in entries:
+            names = ", ".join(sorted({*BUILT_IN, *entries}))
+            raise LookupError(f"no trainer {trainer!r}: give one of {names}, or module:object of an adapter")
+        reference = entries[trainer]
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(order: dict[str, Any]) -> None:
+    """Play a life of the trainer in each case, and write its events."""
+    from agentrl.conformance.observation import Recorder
+
+    for case in order["cases"]:
+        with open(case["events"], "w", encoding="utf-8") as file:
+            recorder = Recorder(file)
+            try:
+                _train(order["trainer"], case, recorder)
+            except Exception as error:  # a trainer that refuses, or fails: what it says is part of the observation
+                traceback.print_exc()
+                line = next((line for line in str(error).splitlines() if line.strip()), "")
+                recorder.stopped(f"{type(error).__name__}: {line}"[:300])
+            else:
+                recorder.finished()
+
+
+def _train(trainer: str, case: dict[str, Any], recorder: Recorder) -> None:
+    from agentrl.conformance.adapters.adapter import Setup
+    from agentrl.conformance.scenario import Scenario
+
+    adapter = load(trainer)
+    recorder.versions(versions_of(adapter.packages))
+    if (reason := adapter.inapplicable.get(case["name"])) is not None:
+        recorder.inapplicable(reason)
+        return
+    for what, reason in adapter.unseen.items():
+        recorder.unseen(what, reason)
+    setup = Setup(model=Path(case["model"]), url=case["url"], folder=Path(case["folder"]))
+    adapter.train(Scenario.read(case["scenario"]), setup, recorder)
+
+
+def versions_of(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of distributions that are installed here."""
+    versions: dict[str, str] = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+if __name__ == "__main__":
+    order_of_parent = cast("dict[str, Any]", json.loads(Path(sys.argv[1]).read_text()))
+    here = Path(__file__).resolve().parent
+    # The folder of a script is the first in the path: `child`, `cases` and so on would shadow other people's modules.
+    sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
+    sys.path.append(str(Path.cwd()))  # where an adapter of one's own may be
+    if order_of_parent["alone"]:
+        _find_agentrl(here)
+    main(order_of_parent)

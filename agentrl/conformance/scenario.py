@@ -1,0 +1,86 @@
+"""What the scripted engine, tool and grader do in one case. Standard library only.
+
+A group of members plays one task. What a member samples names it: `g0m2t1a` is group 0, member 2, turn 1, first attempt.
+All but the last turn call the tool, which answers with a text; the grader looks the member's reward up by its name. So
+engine, tool and grader keep no state that a trainer could lose, and whatever enters a loss names its origin.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+NAME = re.compile(r"g(\d+)m(\d+)t(\d+)([a-z])")
+TOOL = "look"
+
+FaultKind = Literal["dies", "hangs", "stalls", "cuts"]
+Grade = float | Literal["nan", "fails"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """`turns` sampled turns, of which the last is the answer; `grade` is its reward, or what the grader does instead."""
+
+    turns: int
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What the engine does in turn `turn` of `member` of each group, after `after` tokens, the first time only: `dies`
+    (closes the connection), `hangs` (sends nothing more until the case ends), `cuts` (ends at a token limit). `stalls` is
+    `hangs` each time."""
+
+    kind: FaultKind
+    member: int
+    turn: int
+    after: int = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
+    template that leaves out messages of the tool. With `weights_stuck` the engine takes every
+    update after the first and goes on with the weights that it had; no token older than `max_lag` steps may be trained.
+    `kill_at_step`: the trainer is killed once it has reported so many steps, and started again."""
+
+    members: tuple[Member, ...]
+    faults: tuple[Fault, ...] = ()
+    groups: int = 1
+    tool_text: str = "nothing here"
+    writes_tool: bool = True
+    max_lag: int = 4
+    weights_stuck: bool = False
+    kill_at_step: int | None = None
+
+    def text(self, group: int, member: int, turn: int, attempt: int) -> str:
+        """What the engine samples in a turn, without the token that ends it."""
+        name = f"g{group}m{member}t{turn}{chr(ord('a') + attempt)}"
+        if turn + 1 >= self.members[member].turns:
+            return f"{name} and so the answer is no"
+        return f'{name}\n<tool_call>\n{{"name": "{TOOL}", "arguments": {{"key": "{name}"}}}}\n</tool_call>'
+
+    def is_last(self, text: str) -> bool:
+        """Whether this sampled text is the last turn of its member. A text that names none ends its episode."""
+        name = NAME.search(text)
+        return name is None or int(name[3]) + 1 >= self.members[int(name[2])].turns
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Scenario:
+        members = tuple(Member(**member) for member in document["members"])
+        return cls(**{**document, "members": members, "faults": tuple(Fault(**fault) for fault in document["faults"])})
+
+
+def task_text(group: int) -> str:
+    """The user's message of a group's task."""
+    return f"task g{group}: look, then answer"
+
+
+def group_of(text: str) -> int | None:
+    """The group whose task stands in a prompt."""
+    task = re.search(r"task g(\d+): look", text)
+    return None if task is None else int(task[1])
