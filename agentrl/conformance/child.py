@@ -49,7 +49,7 @@ def main(order: dict[str, Any]) -> None:
     from agentrl.conformance.observation import Recorder
 
     for case in order["cases"]:
-        with open(case["events"], "w", encoding="utf-8") as file:
+        with Path(case["events"]).open("w", encoding="utf-8") as file:
             recorder = Recorder(file)
             try:
                 _train(order["trainer"], case, recorder)
@@ -67,9 +67,10 @@ def _train(trainer: str, case: dict[str, Any], recorder: Recorder) -> None:
 
     adapter = load(trainer)
     recorder.versions(versions_of(adapter.packages))
-    if (reason := adapter.inapplicable.get(case["name"])) is not None:
-        recorder.inapplicable(reason)
-        return
+    for outcome, reasons in (("not applicable", adapter.not_applicable), ("not observed", adapter.not_observed)):
+        if case["name"] in reasons:
+            recorder.skipped(outcome, reasons[case["name"]])
+            return
     for what, reason in adapter.unseen.items():
         recorder.unseen(what, reason)
     setup = Setup(model=Path(case["model"]), url=case["url"], folder=Path(case["folder"]))

@@ -141,11 +141,16 @@ def _report(trainer: str, plays: Sequence[_Play]) -> Report:
     for play in plays:
         seen = play.observation()
         versions.update(seen.versions)
-        verdict = play.case.judge(seen, play.case.scenario)
-        if seen.inapplicable is not None:
-            verdict = Verdict("not applicable", seen.inapplicable)
-        results.append(Result(play.case, verdict))
+        results.append(Result(play.case, judge(play.case, seen)))
     return Report(trainer=trainer, versions=versions, results=results)
+
+
+def judge(case: Case, seen: Observation) -> Verdict:
+    """The verdict of a case."""
+    if seen.skipped is None:
+        return case.judge(seen, case.scenario)
+    outcome, reason = seen.skipped
+    return Verdict("not applicable" if outcome == "not applicable" else "not observed", reason)
 
 
 class _Starter:

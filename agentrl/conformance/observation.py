@@ -54,7 +54,8 @@ class Observation:
     """All of a case. `excluded` are episodes that the trainer reports as left out, with its reason; `notices` what it
     warned of; `steps` are the lives and optimizer steps that ended, and `finite` whether all weights were numbers then;
     `resumed` is the step from which the last life went on. `stopped` is the error that ended it, `unseen` what the
-    adapter cannot observe, and why; `inapplicable` says why this trainer cannot get into the case."""
+    adapter cannot observe, and why; `skipped` is the verdict, with its reason, of
+    a case that the adapter does not play."""
 
     samples: list[Sample] = field(default_factory=list[Sample])
     rows: list[Row] = field(default_factory=list[Row])
@@ -65,7 +66,7 @@ class Observation:
     resumed: int | None = None
     stopped: str | None = None
     finished: bool = False
-    inapplicable: str | None = None
+    skipped: tuple[str, str] | None = None
     unseen: dict[str, str] = field(default_factory=dict[str, str])
     versions: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -118,9 +119,9 @@ class Recorder:
         """The adapter cannot observe `what` (rows, advantages, logprobs) of this trainer."""
         self._write("unseen", what=what, reason=reason)
 
-    def inapplicable(self, reason: str) -> None:
-        """The trainer cannot get into this case."""
-        self._write("inapplicable", reason=reason)
+    def skipped(self, outcome: str, reason: str) -> None:
+        """The adapter does not play this case: it is `not applicable`, or `not observed`."""
+        self._write("skipped", outcome=outcome, reason=reason)
 
     def versions(self, versions: Mapping[str, str]) -> None:
         self._write("versions", versions=dict(versions))
@@ -157,8 +158,8 @@ def add_events(observation: Observation, path: Path, life: int) -> None:
                 observation.resumed = event["step"]
             case "unseen":
                 observation.unseen[event["what"]] = event["reason"]
-            case "inapplicable":
-                observation.inapplicable = event["reason"]
+            case "skipped":
+                observation.skipped = (event["outcome"], event["reason"])
             case "versions":
                 observation.versions.update(event["versions"])
             case "stopped":

@@ -1,8 +1,8 @@
 """What the scripted engine, tool and grader do in one case. Standard library only.
 
-A group of members plays one task. What a member samples names it: `g0m2t1a` is group 0, member 2, turn 1, first attempt.
-All but the last turn call the tool, which answers with a text; the grader looks the member's reward up by its name. So
-engine, tool and grader keep no state that a trainer could lose, and whatever enters a loss names its origin.
+A group of members plays one task. What a member samples names it: `g0m2t1a` is group 0, member 2, turn 1, first
+attempt. All but the last turn call the tool, which answers with a text; the grader looks the member's reward up by its
+name. So engine, tool and grader keep no state that a trainer could lose, and whatever enters a loss names its origin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Grade = float | Literal["nan", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """`turns` sampled turns, of which the last is the answer; `grade` is its reward, or what the grader does instead."""
+    """`turns` sampled turns, of which the last is the answer; `grade` is its reward, or what the grader does."""
 
     turns: int
     grade: Grade
@@ -29,8 +29,8 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What the engine does in turn `turn` of `member` of each group, after `after` tokens, the first time only: `dies`
-    (closes the connection), `hangs` (sends nothing more until the case ends), `cuts` (ends at a token limit). `stalls` is
-    `hangs` each time."""
+    (closes the connection), `hangs` (sends nothing more until the case ends), `cuts` (ends at a token limit). `stalls`
+    is `hangs` each time."""
 
     kind: FaultKind
     member: int

@@ -1,7 +1,7 @@
 """A server without a model: it speaks vLLM's generate API, samples what the scenario says, and fails on its cue.
 
-It is the judge's record of what was sampled, and lives in the judge's process: a trainer that is killed does not take it
-along. Prompts come as tokens. Which turn a prompt asks for is read from the names in the assistant's turns of it, and
+It is the judge's record of what was sampled, and lives in the judge's process: a trainer that is killed does not take
+it along. Prompts come as tokens. Which turn a prompt asks for is read from the names in the assistant's turns of it, and
 a prompt that ends within a turn is continued from there. Standard library only.
 """
 

@@ -7,6 +7,7 @@ other tokens than were sampled.
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from array import array
@@ -22,7 +23,8 @@ _HIDDEN, _INTERMEDIATE, _HEADS, _HEAD_DIM = 32, 64, 2, 16
 
 _CALLS = (
     "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}"
 )
 TEMPLATE: Final = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -147,12 +149,10 @@ def _write_weights(path: Path, vocabulary_size: int) -> None:
         "model.norm.weight": (_HIDDEN,),
     }
     source = random.Random(0)
-    values = {
-        name: array(
-            "f", [1.0] * shape[0] if len(shape) == 1 else (source.gauss(0, 0.1) for _ in range(shape[0] * shape[1]))
-        )
-        for name, shape in shapes.items()
-    }
+    values: dict[str, array[float]] = {}
+    for name, shape in shapes.items():
+        random_numbers = (source.gauss(0, 0.1) for _ in range(math.prod(shape)))
+        values[name] = array("f", [1.0] * shape[0] if len(shape) == 1 else random_numbers)
     ends = [0]
     for data in values.values():
         ends.append(ends[-1] + 4 * len(data))

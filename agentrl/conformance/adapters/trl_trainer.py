@@ -1,0 +1,172 @@
+"""TRL's `GRPOTrainer` with an environment, sampled by the scripted engine in the place of `generate`.
+
+What enters the loss is what `_compute_loss` gets. Generation is TRL's own seam, `_generate_single_turn`: prompts of
+tokens in, tokens and log-probs out, as from vLLM. The loop of tools, masks, rewards and advantages are TRL's. Where the
+grader's host fails, the reward is None: TRL's own way to say that a completion has none.
+"""
+
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
+# (TRL lives in another environment)
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from typing import Any, Final
+
+from agentrl.conformance.adapters.adapter import Adapter, Setup
+from agentrl.conformance.observation import Recorder
+from agentrl.conformance.scenario import NAME, Scenario, task_text
+
+_LONGEST: Final = 2048
+_IN_PROCESS: Final = "GRPOTrainer with a server needs vLLM beside it, and the adapter samples in its process"
+_CALL: Final = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
+    """Train one group in each step."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    import transformers
+    from datasets import Dataset
+
+    trainer_class, tokenizer_class, callback_class = _classes(setup, recorder)
+    tokenizer = tokenizer_class.from_pretrained(setup.model)
+    tokenizer.response_template = {}  # tells TRL that the tokenizer parses for itself
+    saved = transformers.trainer_utils.get_last_checkpoint(str(setup.folder))
+    if saved is not None:
+        recorder.resumed(int(saved.rpartition("-")[2]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_class(
+            model=transformers.AutoModelForCausalLM.from_pretrained(setup.model, dtype="float32"),
+            reward_funcs=_reward_of(setup),
+            args=_settings(scenario, setup),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [[{"role": "user", "content": task_text(group)}] for group in range(scenario.groups)]}
+            ),
+            processing_class=tokenizer,
+            environment_factory=_environment_of(scenario),
+            callbacks=[callback_class()],
+        )
+        trainer.train(resume_from_checkpoint=saved)
+    for warning in caught:
+        recorder.notice(str(warning.message)[:300])
+
+
+def _settings(scenario: Scenario, setup: Setup) -> Any:
+    import trl
+
+    members = len(scenario.members)
+    return trl.GRPOConfig(
+        output_dir=str(setup.folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=members,
+        num_generations=members,
+        max_completion_length=_LONGEST,
+        shuffle_dataset=False,
+        learning_rate=1e-4,
+        max_steps=scenario.groups,
+        logging_steps=1,
+        save_strategy="no" if scenario.kill_at_step is None else "steps",
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def _environment_of(scenario: Scenario) -> type:
+    class Looking:
+        """`reset`, and one public method, which TRL offers to the model as a tool."""
+
+        def reset(self, **_: object) -> None:
+            return None
+
+        def look(self, key: str) -> str:
+            """Look.
+
+            Args:
+                key: Where.
+            """
+            return scenario.tool_text
+
+    return Looking
+
+
+def _reward_of(setup: Setup) -> Any:
+    def graded(completions: list[list[dict[str, Any]]], **_: object) -> list[float | None]:
+        rewards: list[float | None] = []
+        for messages in completions:
+            try:
+                rewards.append(setup.grade(next(name[0] for name in map(_name_in, reversed(messages)) if name)))
+            except OSError:
+                rewards.append(None)
+        return rewards
+
+    return graded
+
+
+def _name_in(message: dict[str, Any]) -> re.Match[str] | None:
+    return NAME.search(f"{message.get('content')} {message.get('tool_calls')}")
+
+
+def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
+    """The trainer that records, the tokenizer that parses calls, and the callback that reports steps."""
+    import torch
+    import transformers
+    import trl
+
+    class Tokenizer(transformers.PreTrainedTokenizerFast):
+        def parse_response(self, response: list[int], *_: Any, **__: Any) -> dict[str, Any]:
+            text = self.decode(response, skip_special_tokens=True)
+            message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text).rstrip("\n")}
+            calls = [{"type": "function", "function": json.loads(call)} for call in _CALL.findall(text)]
+            return {**message, "tool_calls": calls} if calls else message
+
+    class Recording(trl.GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+            tokens: list[list[int]] = []
+            logprobs: list[list[float]] = []
+            for ids in prompt_ids:
+                body = {"token_ids": list(ids), "sampling_params": {"max_tokens": _LONGEST}}
+                choice = setup.post("/inference/v1/generate", body)["choices"][0]
+                tokens.append(choice["token_ids"])
+                logprobs.append([entry["logprob"] for entry in choice["logprobs"]["content"]])
+            return tokens, logprobs
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            sampled = inputs.get("sampling_per_token_logps")
+            for row in range(len(mask)):
+                prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+                there = inputs["completion_mask"][row].bool()
+                scored = mask[row][there].tolist()
+                advantage = inputs["advantages"][row]
+                values = (advantage.expand(there.shape) if advantage.ndim == 0 else advantage)[there].tolist()
+                blank = [0] * len(prompt)
+                recorder.row(
+                    self.state.global_step + 1,
+                    prompt + inputs["completion_ids"][row][there].tolist(),
+                    [bool(value) for value in [*blank, *scored]],
+                    [*blank, *values],
+                    None if sampled is None else [*blank, *sampled[row][there].tolist()],
+                )
+            return super()._compute_loss(model, inputs)
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            finite = all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+            recorder.step(state.global_step, finite=finite)
+
+    return Recording, Tokenizer, Steps
+
+
+ADAPTER = Adapter(
+    packages=("trl", "transformers", "torch"),
+    train=train,
+    not_observed={name: _IN_PROCESS for name in ("engine-dies", "straggler", "late-weights")},
+)
