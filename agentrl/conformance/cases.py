@@ -59,8 +59,8 @@ CASES: Final = (
     Case(
         name="kill-resume",
         promise="After kill -9 and a restart, no episode is trained twice in the lineage of the checkpoint.",
-        happens="The trainer is killed when it reports its second step of three, and started again.",
-        scenario=Scenario(members=_FOUR, groups=3, kill_at_step=2),
+        happens="The trainer saves its second step, is killed at the end of the third of four, and started again.",
+        scenario=Scenario(members=_FOUR, groups=4, checkpoint_every=2, kill_at_step=3),
         judge=judges.trained_once,
         deadline_s=240.0,
     ),

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 GROUP = "agentrl.conformance"
 """The entry points of trainers that other packages bring: a name, and `module:object` of an `Adapter`."""
 
+UNUSABLE = 3
+"""Exit code of a child that has no such trainer."""
+
+_ABSENT = "not installed"
+
 
 def _find_agentrl(folder: Path) -> None:
     """Make `agentrl.conformance` importable from its folder, without `agentrl/__init__.py` and its requirements."""
@@ -48,11 +53,16 @@ def main(order: dict[str, Any]) -> None:
     """Play a life of the trainer in each case, and write its events."""
     from agentrl.conformance.observation import Recorder
 
+    adapter = load(order["trainer"])
+    versions = versions_of(adapter.packages)
+    if missing := [name for name, version in versions.items() if version == _ABSENT]:
+        raise LookupError(f"{missing[0]} is not installed for {sys.executable}: give --python of an environment with it")
     for case in order["cases"]:
         with Path(case["events"]).open("w", encoding="utf-8") as file:
-            recorder = Recorder(file)
+            recorder = Recorder(file, hold_at_step=case["hold_at_step"])
+            recorder.versions(versions)
             try:
-                _train(order["trainer"], case, recorder)
+                _train(adapter, case, recorder)
             except Exception as error:  # a trainer that refuses, or fails: what it says is part of the observation
                 traceback.print_exc()
                 line = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -61,12 +71,10 @@ def main(order: dict[str, Any]) -> None:
                 recorder.finished()
 
 
-def _train(trainer: str, case: dict[str, Any], recorder: Recorder) -> None:
+def _train(adapter: Any, case: dict[str, Any], recorder: Recorder) -> None:
     from agentrl.conformance.adapters.adapter import Setup
     from agentrl.conformance.scenario import Scenario
 
-    adapter = load(trainer)
-    recorder.versions(versions_of(adapter.packages))
     for outcome, reasons in (("not applicable", adapter.not_applicable), ("not observed", adapter.not_observed)):
         if case["name"] in reasons:
             recorder.skipped(outcome, reasons[case["name"]])
@@ -84,7 +92,7 @@ def versions_of(packages: tuple[str, ...]) -> dict[str, str]:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+            versions[name] = _ABSENT
     return versions
 
 
@@ -96,4 +104,8 @@ if __name__ == "__main__":
     sys.path.append(str(Path.cwd()))  # where an adapter of one's own may be
     if order_of_parent["alone"]:
         _find_agentrl(here)
-    main(order_of_parent)
+    try:
+        main(order_of_parent)
+    except (LookupError, ImportError, AttributeError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(UNUSABLE) from None

@@ -25,6 +25,7 @@ from agentrl.conformance.judges import Verdict
 from agentrl.conformance.observation import Observation, add_events
 from agentrl.conformance.scripted_engine import ScriptedEngine, serving
 from agentrl.conformance.tiny_model import write_model
+from agentrl.errors import UsageError
 
 _POLL_S: Final = 0.25
 _START_S: Final = 240.0  # to import a trainer on a busy machine
@@ -82,7 +83,8 @@ class _Play:
     def begin_life(self) -> dict[str, Any]:
         """The order for the next life of the trainer."""
         self.lives += 1
-        return {**self.order, "events": str(self.events())}
+        hold = self.case.scenario.kill_at_step if self.lives == 1 else None
+        return {**self.order, "events": str(self.events()), "hold_at_step": hold}
 
     def observation(self) -> Observation:
         """All that is known up to now."""
@@ -109,7 +111,9 @@ class _Play:
 def conduct(
     trainer: str, cases: Sequence[Case], *, python: str | None = None, notify: Callable[[str], None] = lambda _: None
 ) -> Report:
-    """Play the cases with a trainer, by the Python at `python` (default: this one), and judge them."""
+    """Play the cases with a trainer, by the Python at `python` (default: this one), and judge them.
+
+    Raises UsageError if that Python has no such trainer."""
     with tempfile.TemporaryDirectory(prefix="agentrl-conformance-") as place, ExitStack() as engines:
         folder = Path(place)
         models = {writes: write_model(folder / f"model-{writes}", writes_tool=writes) for writes in (True, False)}
@@ -208,6 +212,8 @@ def _came_to_its_end(play: _Play, process: subprocess.Popen[bytes], start: _Star
     begun, was_reached = time.monotonic(), False
     while not play.has_ended():
         if process.poll() is not None:
+            if process.returncode == child.UNUSABLE:
+                raise UsageError(start.last_words())
             if not play.has_ended():
                 play.stop(f"its process ended with code {process.returncode}: {start.last_words()}")
             return False

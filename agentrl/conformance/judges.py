@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from agentrl.conformance.observation import Observation, Row, Sample
 from agentrl.conformance.scenario import NAME, Scenario
-from agentrl.conformance.tiny_model import decode
+from agentrl.conformance.tiny_model import SPECIAL, decode
 
 Outcome = Literal["holds", "breaks", "stops", "not observed", "not applicable"]
 """`stops`: the trainer ended with an error, and nothing that it trained until then breaks the promise."""
@@ -74,7 +74,7 @@ def trained_turns(seen: Observation) -> tuple[list[Trained], list[str]]:
 
 def _stranger(seen: Observation, tokens: tuple[int, ...]) -> str:
     """What a scored stretch is that no sample equals."""
-    text = decode(list(tokens))
+    text = decode(tokens)
     name = NAME.search(text)
     sample = next((each for each in seen.samples if name is not None and each.name == name[0]), None)
     if sample is None:
@@ -84,7 +84,7 @@ def _stranger(seen: Observation, tokens: tuple[int, ...]) -> str:
         return f"{more} tokens behind {sample.name} are scored and nobody sampled them: {text[-more:][:60]!r}"
     if sample.tokens[: len(tokens)] == tokens:
         return f"{len(tokens)} of the {len(sample.tokens)} tokens of {sample.name} are scored"
-    if text == decode(list(sample.tokens)):
+    if text == decode(sample.tokens):
         return f"{sample.name} was tokenized again: {len(tokens)} tokens for {len(sample.tokens)} sampled ones"
     return f"{sample.name} is scored with other tokens than were sampled: {text[:60]!r}"
 
@@ -148,6 +148,8 @@ def _group_faults(
         if not isinstance(member.grade, float | int):
             if is_moved:
                 yield f"g{group}m{number} has no reward and is trained with advantage {max(values[place], key=abs):.3g}"
+            elif place in present and place not in values:
+                yield f"g{group}m{number} has no reward and is handed on as if it had one"
         elif number not in optional or is_moved:
             rewards[number] = member.grade
     if not rewards:
@@ -225,12 +227,20 @@ def without(*members: int) -> Judge:
 
     def judge(seen: Observation, scenario: Scenario) -> Verdict:
         faults = token_faults(seen) + advantage_faults(seen, scenario, optional=members) + weight_faults(seen)
-        turns, _ = trained_turns(seen)
-        there = {turn.member[1] for turn in turns}
-        names = ", ".join(f"m{member} {'is trained' if member in there else 'is left out'}" for member in members)
-        return verdict(seen, faults or _nothing(seen), f"{summary(seen)}; {names}")
+        names = ", ".join(f"m{member} {_part_of(member, seen)}" for member in members)
+        kept = f"{summary(seen)}; {names}" if names else summary(seen)
+        return verdict(seen, faults or _nothing(seen), kept)
 
     return judge
+
+
+def _part_of(member: int, seen: Observation) -> str:
+    """What part a member has in the loss."""
+    rows = [turn.row for turn in trained_turns(seen)[0] if turn.member[1] == member]
+    if not rows:
+        return "is left out"
+    has_advantage = any(row.advantages is None or any(row.advantages) for row in rows)
+    return "is trained" if has_advantage else "is in the loss with advantage 0"
 
 
 def equal_rewards(seen: Observation, scenario: Scenario) -> Verdict:
@@ -244,7 +254,7 @@ def no_control_tokens(seen: Observation, scenario: Scenario) -> Verdict:
     forged = [
         f"a text of the tool became {count - expected} control tokens"
         for row in seen.rows
-        if (count := sum(token < 3 for token in row.tokens)) > (expected := _own_control_tokens(row, scenario))
+        if (count := sum(token < len(SPECIAL) for token in row.tokens)) > (expected := _own_control_tokens(row, scenario))
     ]
     faults = forged + token_faults(seen) + advantage_faults(seen, scenario)
     return verdict(seen, faults or _nothing(seen), summary(seen))
@@ -254,7 +264,7 @@ def _own_control_tokens(row: Row, scenario: Scenario) -> int:
     """How many control tokens the template writes around the messages of a row: two each, and those of a system
     message with the tools."""
     turns = len(row.spans())
-    has_system = decode(list(row.tokens[:12])).startswith("<|im_start|>sys")
+    has_system = decode(row.tokens[:12]).startswith("<|im_start|>sys")
     return 2 * (1 + has_system + turns + turns - 1)
 
 
@@ -262,7 +272,7 @@ def names_dropped_answers(seen: Observation, scenario: Scenario) -> Verdict:
     """A trainer refuses a template that drops the tool's answer, names it, or shows the answer all the same."""
     if seen.stopped is not None and not seen.rows:
         return Verdict("holds", f"refused: {seen.stopped}")
-    shown = [row for row in seen.rows if scenario.tool_text in decode(list(row.tokens))]
+    shown = [row for row in seen.rows if scenario.tool_text in decode(row.tokens)]
     if seen.rows and len(shown) == len(seen.rows):
         return verdict(seen, token_faults(seen), "the answer is shown all the same")
     named = next((line for line in seen.notices if "tool" in line and "template" in line), None)
@@ -302,7 +312,7 @@ def trained_once(seen: Observation, scenario: Scenario) -> Verdict:
         f"{name} is trained {count} times in the lineage of step {begun}" for name, count in counts.items() if count > 1
     ]
     groups = {turn.member[0] for turn in turns}
-    if missing := set(range(scenario.groups)) - groups:
+    if seen.finished and (missing := set(range(scenario.groups)) - groups):
         faults.append(f"groups {sorted(missing)} are never trained")
     finished = Counter(member_of(each) for each in seen.samples if each.is_whole and scenario.is_last(each.name))
     again = sum(count - 1 for count in finished.values())

@@ -7,10 +7,13 @@ until then. The samples come from the scripted engine, never from the trainer.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Final, cast
+
+_HOLD_S: Final = 600.0  # until a kill that comes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +75,11 @@ class Observation:
 
 
 class Recorder:
-    """Writes the events of one life of a trainer. For adapters."""
+    """Writes the events of one life of a trainer. For adapters. The trainer waits to be killed at the end of step
+    `hold_at_step`."""
 
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
+    def __init__(self, file: IO[str], *, hold_at_step: int | None = None) -> None:
+        self._file, self._hold_at_step = file, hold_at_step
 
     def _write(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
@@ -108,8 +112,11 @@ class Recorder:
         self._write("notice", text=text)
 
     def step(self, step: int, *, finite: bool) -> None:
-        """An optimizer step ended; `finite` says whether all weights are numbers."""
+        """An optimizer step ended, before any checkpoint of it; `finite` says whether all weights are numbers."""
         self._write("step", step=step, finite=finite)
+        # A trainer that went on would be killed in a step or a checkpoint that differs from run to run.
+        if self._hold_at_step is not None and step >= self._hold_at_step:
+            time.sleep(_HOLD_S)
 
     def resumed(self, step: int) -> None:
         """The trainer goes on from its checkpoint of this step."""

@@ -43,7 +43,8 @@ class Scenario:
     """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
     template that leaves out messages of the tool. With `weights_stuck` the engine takes every
     update after the first and goes on with the weights that it had; no token older than `max_lag` steps may be trained.
-    `kill_at_step`: the trainer is killed once it has reported so many steps, and started again."""
+    The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is killed,
+    and started again."""
 
     members: tuple[Member, ...]
     faults: tuple[Fault, ...] = ()
@@ -52,6 +53,7 @@ class Scenario:
     writes_tool: bool = True
     max_lag: int = 4
     weights_stuck: bool = False
+    checkpoint_every: int = 0
     kill_at_step: int | None = None
 
     def text(self, group: int, member: int, turn: int, attempt: int) -> str:

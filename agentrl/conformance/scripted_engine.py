@@ -95,7 +95,7 @@ class ScriptedEngine:
             *past, tail = self._assistant_texts(prompt)
             name = NAME.match(tail)
             if name is not None and name[0] in self._turns:
-                return self._turns[name[0]], len(tail.encode())
+                return self._turns[name[0]], len(encode(tail))
             names = [found for text in past if (found := NAME.search(text))]
             if names:
                 group, member, turn = int(names[-1][1]), int(names[-1][2]), int(names[-1][3]) + 1

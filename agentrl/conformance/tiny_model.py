@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import struct
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END, START, STOP = range(3)
+MARKS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 _MERGES: Final = ("a n", "e r", "o o", "l oo", "s w", "an sw", "answ er", "a r", "k e", "ke y")
 _CONTEXT: Final = 4096
 _HIDDEN, _INTERMEDIATE, _HEADS, _HEAD_DIM = 32, 64, 2, 16
@@ -48,23 +51,27 @@ def _alphabet() -> dict[int, str]:
 
 
 def vocabulary() -> dict[str, int]:
-    """Tokens by text: the special ones, the bytes, the merged."""
+    """Tokens by text: the special ones, Qwen's marks, the bytes, the merged."""
     merged = [pair.replace(" ", "") for pair in _MERGES]
-    return {token: place for place, token in enumerate([*SPECIAL, *sorted(_alphabet().values()), *merged])}
+    return {token: place for place, token in enumerate([*SPECIAL, *MARKS, *sorted(_alphabet().values()), *merged])}
 
 
 def encode(text: str) -> list[int]:
-    """The tokens of a text, byte by byte: never what the tokenizer would make of it where it knows a merge."""
+    """The tokens of a text, byte by byte save for marks: never what the tokenizer would make of it where it knows a
+    merge. No text becomes a special token."""
     tokens, alphabet = vocabulary(), _alphabet()
-    return [tokens[alphabet[byte]] for byte in text.encode()]
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(MARKS)})", text):
+        ids += [tokens[part]] if part in MARKS else [tokens[alphabet[byte]] for byte in part.encode()]
+    return ids
 
 
-def decode(ids: list[int]) -> str:
+def decode(ids: Sequence[int]) -> str:
     """The text of tokens; special ones written out."""
     texts = {place: token for token, place in vocabulary().items()}
     bytes_of = {character: byte for byte, character in _alphabet().items()}
     written = b"".join(
-        texts[id].encode() if id < len(SPECIAL) else bytes(bytes_of[character] for character in texts[id])
+        texts[id].encode() if id < len(SPECIAL) + len(MARKS) else bytes(bytes_of[letter] for letter in texts[id])
         for id in ids
         if id in texts
     )
@@ -99,12 +106,15 @@ def write_model(folder: Path, *, writes_tool: bool = True) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP, "pad_token_id": END}))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": place, "content": token, **flags} for place, token in enumerate(SPECIAL)],
+        "added_tokens": [
+            {"id": place, "content": token, "special": token in SPECIAL, **flags}
+            for place, token in enumerate([*SPECIAL, *MARKS])
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,

@@ -100,7 +100,8 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
                 batch = buffer.take(timeout_s=_WAIT_S)
                 _step(learner, batch, passes, recorder)
                 _mint(buffer, setup, learner.step_index)
-                buffer.checkpoint(learner.step_index, learner.save(setup.folder / "checkpoints"))
+                if scenario.checkpoint_every and learner.step_index % scenario.checkpoint_every == 0:
+                    buffer.checkpoint(learner.step_index, learner.save(setup.folder / "checkpoints"))
     for boundary, case, _, _ in notices.OF_PROCESS.take_new(last=True):
         recorder.notice(f"{boundary}: {case}")
 

@@ -72,8 +72,8 @@ def _settings(scenario: Scenario, setup: Setup) -> Any:
         learning_rate=1e-4,
         max_steps=scenario.groups,
         logging_steps=1,
-        save_strategy="no" if scenario.kill_at_step is None else "steps",
-        save_steps=1,
+        save_strategy="steps" if scenario.checkpoint_every else "no",
+        save_steps=scenario.checkpoint_every or 1,
         report_to=[],
         disable_tqdm=True,
     )

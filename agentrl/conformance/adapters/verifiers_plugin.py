@@ -1,0 +1,82 @@
+"""The task and the program of the cases, as verifiers loads them. Imported by `verifiers_rollouts` alone."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+# (verifiers leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Final
+
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+from agentrl.conformance.adapters.adapter import Setup
+from agentrl.conformance.scenario import NAME, TOOL, Scenario, task_text
+
+CASE: ContextVar[tuple[Scenario, Setup]] = ContextVar("case")
+"""The case that is played in this context."""
+
+_REQUEST_S: Final = 100.0
+_SCHEMA: Final = {
+    "name": TOOL,
+    "description": "Look.",
+    "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+}
+
+
+class LookTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    """Its reward is the grader's."""
+
+    @vf.reward
+    async def graded(self, trace: Any) -> float:
+        text = trace.branches[-1].messages[-1].content or ""
+        name = NAME.search(text)
+        return await asyncio.to_thread(CASE.get()[1].grade, name[0] if name else "none")
+
+
+class LookTaskset(vf.Taskset[LookTask, vf.TasksetConfig]):
+    """One task."""
+
+    def load(self) -> Iterator[LookTask]:
+        yield LookTask(vf.TaskData(name="g0", prompt=task_text(0)), self.config.task)
+
+
+class LookHarnessConfig(vf.HarnessConfig):
+    """No settings."""
+
+
+class LookHarness(vf.Harness[LookHarnessConfig]):
+    """Asks the model until it calls no tool."""
+
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> ProgramResult:
+        scenario, _ = CASE.get()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
+        while True:
+            body = {"model": ctx.model, "messages": messages, "tools": [{"type": "function", "function": _SCHEMA}]}
+            message = await asyncio.to_thread(_completion, f"{endpoint}/chat/completions", secret, body)
+            messages.append(message)
+            if not message.get("tool_calls"):
+                return ProgramResult(0, "", "")
+            for call in message["tool_calls"]:
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": scenario.tool_text})
+
+
+def _completion(url: str, secret: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=_REQUEST_S) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+__all__ = ["LookHarness", "LookTaskset"]

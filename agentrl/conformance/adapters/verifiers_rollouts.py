@@ -1,0 +1,78 @@
+"""verifiers' rollouts, as a trainer gets them: the branches of traces, with tokens, masks and log-probs.
+
+A trace with an error is left out, as prime-rl does with it. verifiers is no trainer: what computes advantages, steps and
+checkpoints lies behind what this adapter sees. The plugin that verifiers loads is beside this file.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (verifiers leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any, Final
+
+from agentrl.conformance.adapters.adapter import Adapter, Setup
+from agentrl.conformance.observation import Recorder
+from agentrl.conformance.scenario import Scenario, task_text
+
+_PLUGIN: Final = "agentrl_conformance_plugin"
+_NO_TRAINER: Final = "verifiers plays episodes; what it hands on is trained elsewhere"
+_NO_ADVANTAGES: Final = "verifiers hands rewards on; advantages are the trainer's"
+
+
+def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
+    """Play the group and record what is handed on."""
+    os.environ.setdefault("AGENTRL_NO_KEY", "EMPTY")
+    asyncio.run(_play(scenario, setup, recorder))
+
+
+async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
+    import verifiers.v1 as vf
+    from renderers import Qwen3RendererConfig
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.utils import loaders
+
+    from agentrl.conformance.adapters import verifiers_plugin
+
+    verifiers_plugin.CASE.set((scenario, setup))
+    sys.modules[_PLUGIN] = verifiers_plugin  # plugins are loaded by a name without dots
+    seat = {"harness": {"id": _PLUGIN}, "runtime": {"type": "subprocess"}}
+    config = {"id": "", "taskset": {"id": _PLUGIN}, "interception": {"type": "server"}, "agent": seat}
+    env = loaders.load_environment(loaders.resolve_env_config(config))
+    client = TrainClientConfig(
+        base_url=f"{setup.url}/v1",
+        api_key_var="AGENTRL_NO_KEY",
+        renderer=Qwen3RendererConfig(),
+        renderer_model_name=str(setup.model),
+    )
+    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())
+    (task,) = env.taskset
+    assert task.data.prompt == task_text(0)
+    async with env.serving():
+        episodes = await asyncio.gather(*(env.run_episode(task, context) for _ in scenario.members))
+    for trace in (trace for episode in episodes for trace in episode.traces):
+        if trace.errors:
+            recorder.excluded(f"{trace.errors[-1].type}: {trace.errors[-1].message}"[:300])
+            continue
+        for branch in trace.branches:
+            _record(branch, recorder)
+
+
+def _record(branch: Any, recorder: Recorder) -> None:
+    recorder.row(1, branch.token_ids, branch.sampled_mask, branch.advantages, branch.logprobs)
+
+
+ADAPTER = Adapter(
+    packages=("verifiers", "renderers"),
+    train=train,
+    unseen={"advantages": _NO_ADVANTAGES},
+    not_applicable={"kill-resume": _NO_TRAINER, "late-weights": _NO_TRAINER},
+    not_observed={
+        "equal-rewards": _NO_ADVANTAGES,
+        "nan-reward": _NO_ADVANTAGES,
+        "dropped-answer": "the adapter uses the renderer for Qwen3, which has its template in code",
+    },
+)
