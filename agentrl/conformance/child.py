@@ -56,7 +56,8 @@ def main(order: dict[str, Any]) -> None:
     adapter = load(order["trainer"])
     versions = versions_of(adapter.packages)
     if missing := [name for name, version in versions.items() if version == _ABSENT]:
-        raise LookupError(f"{missing[0]} is not installed for {sys.executable}: give --python of an environment with it")
+        hint = "give --python of an environment that has it"
+        raise LookupError(f"{missing[0]} is not installed for {sys.executable}: {hint}")
     for case in order["cases"]:
         with Path(case["events"]).open("w", encoding="utf-8") as file:
             recorder = Recorder(file, hold_at_step=case["hold_at_step"])

@@ -251,16 +251,13 @@ def equal_rewards(seen: Observation, scenario: Scenario) -> Verdict:
 
 def no_control_tokens(seen: Observation, scenario: Scenario) -> Verdict:
     """The tool's text stands in the context as text."""
-    forged = [
-        f"a text of the tool became {count - expected} control tokens"
-        for row in seen.rows
-        if (count := sum(token < len(SPECIAL) for token in row.tokens)) > (expected := _own_control_tokens(row, scenario))
-    ]
+    more = [sum(token < len(SPECIAL) for token in row.tokens) - _own_control_tokens(row) for row in seen.rows]
+    forged = [f"a text of the tool became {count} control tokens" for count in more if count > 0]
     faults = forged + token_faults(seen) + advantage_faults(seen, scenario)
     return verdict(seen, faults or _nothing(seen), summary(seen))
 
 
-def _own_control_tokens(row: Row, scenario: Scenario) -> int:
+def _own_control_tokens(row: Row) -> int:
     """How many control tokens the template writes around the messages of a row: two each, and those of a system
     message with the tools."""
     turns = len(row.spans())

@@ -43,8 +43,8 @@ class Scenario:
     """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
     template that leaves out messages of the tool. With `weights_stuck` the engine takes every
     update after the first and goes on with the weights that it had; no token older than `max_lag` steps may be trained.
-    The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is killed,
-    and started again."""
+    The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is
+    killed, and started again."""
 
     members: tuple[Member, ...]
     faults: tuple[Fault, ...] = ()
@@ -69,12 +69,18 @@ class Scenario:
         return name is None or int(name[3]) + 1 >= self.members[int(name[2])].turns
 
     def document(self) -> dict[str, Any]:
+        """All of it as JSON."""
         return asdict(self)
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Scenario:
-        members = tuple(Member(**member) for member in document["members"])
-        return cls(**{**document, "members": members, "faults": tuple(Fault(**fault) for fault in document["faults"])})
+        """The scenario that `document` wrote."""
+        fields: dict[str, Any] = {
+            **document,
+            "members": tuple(Member(**member) for member in document["members"]),
+            "faults": tuple(Fault(**fault) for fault in document["faults"]),
+        }
+        return cls(**fields)
 
 
 def task_text(group: int) -> str:

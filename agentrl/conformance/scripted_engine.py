@@ -1,8 +1,8 @@
 """A server without a model: it speaks vLLM's generate API, samples what the scenario says, and fails on its cue.
 
 It is the judge's record of what was sampled, and lives in the judge's process: a trainer that is killed does not take
-it along. Prompts come as tokens. Which turn a prompt asks for is read from the names in the assistant's turns of it, and
-a prompt that ends within a turn is continued from there. Standard library only.
+it along. Prompts come as tokens. Which turn a prompt asks for is read from the names in the assistant's turns of it,
+and a prompt that ends within a turn is continued from there. Standard library only.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ScriptedEngine:
 
 def _choice(turn: _Turn, begin: int, end: int, offset: int, version: int) -> dict[str, Any]:
     """Tokens `begin` to `end` of a turn as vLLM writes them, in an answer that began with token `offset`."""
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(turn.tokens[begin:end], turn.logprobs[begin:end], strict=True)
     ]

@@ -50,8 +50,9 @@ class Setup:
 class Adapter:
     """A trainer. `train` drives it over a scenario to its end and reports to the recorder what entered its loss; what
     the trainer raises passes through. `packages` are the distributions whose versions the table shows. `unseen` says
-    what the adapter cannot observe of it, and why: rows, advantages, logprobs. `not_applicable` names the cases that this
-    trainer cannot get into, `not_observed` those that it may get into and the adapter does not show, with the reasons."""
+    what the adapter cannot observe of it, and why: rows, advantages, logprobs. `not_applicable` names the cases that
+    this trainer cannot get into, `not_observed` those that it may get into and the adapter does not show, with the
+    reasons."""
 
     packages: tuple[str, ...]
     train: Callable[[Scenario, Setup, Recorder], None]

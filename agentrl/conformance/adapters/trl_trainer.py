@@ -168,5 +168,5 @@ def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
 ADAPTER = Adapter(
     packages=("trl", "transformers", "torch"),
     train=train,
-    not_observed={name: _IN_PROCESS for name in ("engine-dies", "straggler", "late-weights")},
+    not_observed=dict.fromkeys(("engine-dies", "straggler", "late-weights"), _IN_PROCESS),
 )

@@ -35,8 +35,8 @@ class LookTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
     @vf.reward
     async def graded(self, trace: Any) -> float:
-        text = trace.branches[-1].messages[-1].content or ""
-        name = NAME.search(text)
+        text = trace.branches[-1].messages[-1].content if trace.branches else None
+        name = NAME.search(text or "")
         return await asyncio.to_thread(CASE.get()[1].grade, name[0] if name else "none")
 
 

@@ -1,7 +1,7 @@
 """verifiers' rollouts, as a trainer gets them: the branches of traces, with tokens, masks and log-probs.
 
-A trace with an error is left out, as prime-rl does with it. verifiers is no trainer: what computes advantages, steps and
-checkpoints lies behind what this adapter sees. The plugin that verifiers loads is beside this file.
+A trace with an error is left out, as prime-rl does with it. verifiers is no trainer: what computes advantages, steps
+and checkpoints lies behind what this adapter sees. The plugin that verifiers loads is beside this file.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from functools import cache
 from typing import Any, Final
 
 from agentrl.conformance.adapters.adapter import Adapter, Setup
@@ -19,6 +20,7 @@ from agentrl.conformance.observation import Recorder
 from agentrl.conformance.scenario import Scenario, task_text
 
 _PLUGIN: Final = "agentrl_conformance_plugin"
+_STALLED_S: Final = 20.0  # a rollout's time where the engine stands still
 _NO_TRAINER: Final = "verifiers plays episodes; what it hands on is trained elsewhere"
 _NO_ADVANTAGES: Final = "verifiers hands rewards on; advantages are the trainer's"
 
@@ -26,7 +28,13 @@ _NO_ADVANTAGES: Final = "verifiers hands rewards on; advantages are the trainer'
 def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
     """Play the group and record what is handed on."""
     os.environ.setdefault("AGENTRL_NO_KEY", "EMPTY")
-    asyncio.run(_play(scenario, setup, recorder))
+    _loop().run_until_complete(_play(scenario, setup, recorder))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One loop for all cases of a process: verifiers keeps clients and locks of the first one."""
+    return asyncio.new_event_loop()
 
 
 async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
@@ -39,7 +47,8 @@ async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
 
     verifiers_plugin.CASE.set((scenario, setup))
     sys.modules[_PLUGIN] = verifiers_plugin  # plugins are loaded by a name without dots
-    seat = {"harness": {"id": _PLUGIN}, "runtime": {"type": "subprocess"}}
+    timeout = {"rollout": _STALLED_S} if any(fault.kind == "stalls" for fault in scenario.faults) else {}
+    seat = {"harness": {"id": _PLUGIN}, "runtime": {"type": "subprocess"}, "timeout": timeout}
     config = {"id": "", "taskset": {"id": _PLUGIN}, "interception": {"type": "server"}, "agent": seat}
     env = loaders.load_environment(loaders.resolve_env_config(config))
     client = TrainClientConfig(
@@ -47,8 +56,8 @@ async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
         api_key_var="AGENTRL_NO_KEY",
         renderer=Qwen3RendererConfig(),
         renderer_model_name=str(setup.model),
-    )
-    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())
+    )  # pyright: ignore[reportCallIssue]
+    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())  # pyright: ignore[reportCallIssue]
     (task,) = env.taskset
     assert task.data.prompt == task_text(0)
     async with env.serving():
