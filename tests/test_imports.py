@@ -64,6 +64,17 @@ RULES = (
         unless=("agentrl.canary.local_model",),
     ),
     Rule(
+        "of the conformance room only adapters import trainers, and only agentrl's imports other rooms of agentrl",
+        ("agentrl.conformance",),
+        (*OURS, "torch", "trl", "verifiers"),
+        unless=(
+            "agentrl.conformance.adapters.agentrl_trainer",
+            "agentrl.conformance.adapters.trl_trainer",
+            "agentrl.conformance.adapters.verifiers_*",
+        ),
+        may=("agentrl.conformance", "agentrl.errors"),
+    ),
+    Rule(
         "rollout, store, env, simulate and the client side of engine never import torch or ray",
         CLIENT_SIDE,
         ("torch", "safetensors.torch", "ray"),
@@ -305,6 +316,7 @@ class C:
         ("agentrl.algos.losses", "from agentrl.records import Turn", "algos imports nothing of agentrl"),
         ("agentrl.statistics.paired", "from agentrl.run.comparison.results import Results", "statistics knows no"),
         ("agentrl.canary.verdict", "import torch", "only local_model of the canary's room"),
+        ("agentrl.conformance.judges", "from agentrl.records import Turn", "of the conformance room only"),
         ("agentrl.store.episodes.journal", "def f():\n import torch.nn", "rollout, store, env"),
         ("agentrl.learner.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "learner never imports"),
         ("agentrl.learner.learner", "import httpx", "learner never imports"),

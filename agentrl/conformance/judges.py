@@ -81,7 +81,7 @@ def _stranger(seen: Observation, tokens: tuple[int, ...]) -> str:
         return f"{len(tokens)} scored tokens that nobody sampled: {text[:60]!r}"
     if tokens[: len(sample.tokens)] == sample.tokens:
         more = len(tokens) - len(sample.tokens)
-        return f"{more} tokens behind {sample.name} are scored and nobody sampled them: {text[-more:][:60]!r}"
+        return f"{more} tokens behind {sample.name} are scored and nobody sampled them: {decode(tokens[-more:])[:60]!r}"
     if sample.tokens[: len(tokens)] == tokens:
         return f"{len(tokens)} of the {len(sample.tokens)} tokens of {sample.name} are scored"
     if text == decode(sample.tokens):
@@ -304,10 +304,12 @@ def trained_once(seen: Observation, scenario: Scenario) -> Verdict:
         samples=seen.samples, rows=[row for row in seen.rows if row.life == last or row.step <= begun]
     )
     turns, faults = trained_turns(lineage)
-    counts = Counter(turn.sample.name for turn in turns)
-    faults += [
-        f"{name} is trained {count} times in the lineage of step {begun}" for name, count in counts.items() if count > 1
+    # By member and turn, and not by sample: a step that is repeated with episodes played anew is one too many as well.
+    counts = Counter((*turn.member, turn.sample.name.rpartition("t")[2][:-1]) for turn in turns)
+    twice = [
+        f"g{group}m{member}t{number}: {count} times" for (group, member, number), count in counts.items() if count > 1
     ]
+    faults += [f"trained more than once in the lineage of step {begun}: {line}" for line in twice]
     groups = {turn.member[0] for turn in turns}
     if seen.finished and (missing := set(range(scenario.groups)) - groups):
         faults.append(f"groups {sorted(missing)} are never trained")

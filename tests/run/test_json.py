@@ -14,6 +14,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from agentrl.canary.examine import Report
+from agentrl.conformance.conduct import Report as Conformance
 from agentrl.cli.command_groups import GROUPS
 from agentrl.cli.main import app
 from agentrl.offline.retrain_step import Retrained
@@ -102,6 +103,7 @@ LINES: dict[str, str] = {
     "plan": "plan {file} --json",
     "eval": "eval {run} --json",
     "canary": "canary http://127.0.0.1:1 --model agentrl/tiny-coder --json",
+    "conformance": "conformance --json",
     "compare": "compare {run}:before {run}:after --json",
     "compare --plan": "compare --plan 100 --json",
     "retrain": "retrain {run} --step 1 --json",
@@ -120,6 +122,9 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     give: Callable[[Any], Callable[..., Any]] = lambda result: lambda *_, **__: result  # noqa: E731
     monkeypatch.setattr("agentrl.offline.retrain_step.retrain", give(AGAIN))
     monkeypatch.setattr("agentrl.cli.main._evaluate_model", give([MEASURED]))
+    monkeypatch.setattr(
+        "agentrl.conformance.conduct.conduct", give(Conformance(trainer="agentrl", versions={}, results=[]))
+    )
     monkeypatch.setattr("agentrl.canary.examine.examine", give(Report(way="generate", name=None, dtype="float32")))
 
 

@@ -5,7 +5,7 @@ tokens in, tokens and log-probs out, as from vLLM. The loop of tools, masks, rew
 grader's host fails, the reward is None: TRL's own way to say that a completion has none.
 """
 
-# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
 # (TRL lives in another environment)
 
@@ -122,7 +122,7 @@ def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
 
     class Tokenizer(transformers.PreTrainedTokenizerFast):
         def parse_response(self, response: list[int], *_: Any, **__: Any) -> dict[str, Any]:
-            text = self.decode(response, skip_special_tokens=True)
+            text = str(self.decode(response, skip_special_tokens=True))
             message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text).rstrip("\n")}
             calls = [{"type": "function", "function": json.loads(call)} for call in _CALL.findall(text)]
             return {**message, "tool_calls": calls} if calls else message

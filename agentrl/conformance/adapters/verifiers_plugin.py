@@ -1,6 +1,6 @@
 """The task and the program of the cases, as verifiers loads them. Imported by `verifiers_rollouts` alone."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportCallIssue=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 # (verifiers leaves parts of its signatures untyped)
 

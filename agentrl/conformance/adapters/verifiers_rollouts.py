@@ -4,7 +4,7 @@ A trace with an error is left out, as prime-rl does with it. verifiers is no tra
 and checkpoints lies behind what this adapter sees. The plugin that verifiers loads is beside this file.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportCallIssue=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (verifiers leaves parts of its signatures untyped)
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
         api_key_var="AGENTRL_NO_KEY",
         renderer=Qwen3RendererConfig(),
         renderer_model_name=str(setup.model),
-    )  # pyright: ignore[reportCallIssue]
-    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())  # pyright: ignore[reportCallIssue]
+    )
+    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())
     (task,) = env.taskset
     assert task.data.prompt == task_text(0)
     async with env.serving():

@@ -1,0 +1,39 @@
+"""The trainers themselves. What the table of `benchmarks/conformance.md` says of others is not asserted here: their next
+version may do otherwise. That their adapters still observe them is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.conformance.cases import CASES
+from agentrl.conformance.conduct import Report, conduct
+
+TRL = Path(__file__).resolve().parents[2] / ".venv-peers" / "bin" / "python"
+TOKENS = [case for case in CASES if case.name == "tokens"]
+
+
+def verdicts(report: Report) -> dict[str, str]:
+    return {result.case.name: f"{result.verdict.outcome}: {result.verdict.evidence}" for result in report.results}
+
+
+@pytest.mark.slow
+def test_ours_keeps_every_promise() -> None:
+    found = verdicts(conduct("agentrl", CASES))
+    assert len(found) == len(CASES)
+    assert {name: verdict for name, verdict in found.items() if not verdict.startswith("holds: ")} == {}
+
+
+@pytest.mark.slow
+def test_verifiers_is_observed() -> None:
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed: make adapters")
+    (verdict,) = verdicts(conduct("verifiers", TOKENS)).values()
+    assert verdict == "holds: 4 episodes, 8 turns, 376 tokens as sampled; advantages not observed"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRL.exists(), reason="TRL is not installed: make peers")
+def test_trl_is_observed() -> None:
+    (verdict,) = verdicts(conduct("trl", TOKENS, python=str(TRL))).values()
+    assert verdict == "holds: 4 episodes, 8 turns, 376 tokens as sampled"
