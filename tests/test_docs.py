@@ -40,6 +40,7 @@ import pytest
 from each_case import each_case
 
 from agentrl import config, registry
+from agentrl.conformance import child as conformance
 from agentrl.errors import ConfigError
 from agentrl.offline import sft
 from agentrl.store import RunStore
@@ -51,7 +52,7 @@ HISTORY = ROOT / "CHANGELOG.md"  # it speaks of what was
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))} - {HISTORY})
 OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
 ENDINGS = ("/", ".py", ".md", ".toml", ".txt", ".sh", ".svg")
-ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
+ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)} | {conformance.GROUP}
 PYTHON_DEADLINE_S = 500
 
 

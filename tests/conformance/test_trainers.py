@@ -1,5 +1,5 @@
-"""The trainers themselves. What the table of `benchmarks/conformance.md` says of others is not asserted here: their next
-version may do otherwise. That their adapters still observe them is."""
+"""The trainers themselves. What the table of `benchmarks/conformance.md` says of others is not asserted here, as their
+next version may do otherwise. That their adapters still observe them is."""
 
 from __future__ import annotations
 
