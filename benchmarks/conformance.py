@@ -1,8 +1,8 @@
 """Writes the table of `benchmarks/conformance.md` from reports of `agentrl conformance --json`, a column each.
 
-    agentrl conformance --json > ours.json
-    agentrl conformance --trainer trl --python .venv-peers/bin/python --json > trl.json
-    python benchmarks/conformance.py ours.json trl.json
+agentrl conformance --json > ours.json
+agentrl conformance --trainer trl --python .venv-peers/bin/python --json > trl.json
+python benchmarks/conformance.py ours.json trl.json
 """
 
 from __future__ import annotations

@@ -43,6 +43,13 @@ CASES: Final = (
         judge=judges.without(1),
     ),
     Case(
+        name="client-retries",
+        promise="A turn for which the client asked twice is trained once.",
+        happens="An agent program's client gives a slow answer up after one second, and asks again until it has one.",
+        scenario=Scenario(members=_FOUR, faults=(Fault("slow", 1, 1),), client_patience_s=1.0),
+        judge=judges.asked_twice,
+    ),
+    Case(
         name="grader-fails",
         promise="An episode that the grader's host could not score leaves the loss and the baseline of its group.",
         happens="The grader's host closes the connection for one of four.",

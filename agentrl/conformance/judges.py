@@ -279,6 +279,23 @@ def names_dropped_answers(seen: Observation, scenario: Scenario) -> Verdict:
     return verdict(seen, silent, "nothing was trained")
 
 
+def asked_twice(seen: Observation, scenario: Scenario) -> Verdict:
+    """A turn for which the client asked twice is trained once, and as sampled."""
+    turns, _ = trained_turns(seen)
+    by_turn = defaultdict[str, set[str]](set)
+    for turn in turns:
+        by_turn[turn.sample.name[:-1]].add(turn.sample.name)
+    faults = [
+        f"{name} is trained as {' and as '.join(sorted(names))}: its client read one of them"
+        for name, names in by_turn.items()
+        if len(names) > 1
+    ]
+    faults += token_faults(seen) + advantage_faults(seen, scenario)
+    sampled = Counter(sample.name[:-1] for sample in seen.samples if sample.is_whole)
+    again = ", ".join(f"{name} was sampled {count} times" for name, count in sampled.items() if count > 1)
+    return verdict(seen, faults or _nothing(seen), "; ".join(filter(None, (summary(seen), again))))
+
+
 def bounded_age(seen: Observation, scenario: Scenario) -> Verdict:
     """No token is trained that is older than the bound; to stop is as good as to go on."""
     turns, faults = trained_turns(seen)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 NAME = re.compile(r"g(\d+)m(\d+)t(\d+)([a-z])")
 TOOL = "look"
+SLOW_S = 4.0
 
-FaultKind = Literal["dies", "hangs", "stalls", "cuts"]
+FaultKind = Literal["dies", "stalls", "slow", "cuts"]
 Grade = float | Literal["nan", "fails"]
 
 
@@ -29,8 +30,8 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What the engine does in turn `turn` of `member` of each group, after `after` tokens, the first time only: `dies`
-    (closes the connection), `hangs` (sends nothing more until the case ends), `cuts` (ends at a token limit). `stalls`
-    is `hangs` each time."""
+    (closes the connection), `slow` (sends nothing for `SLOW_S`, then all), `cuts` (ends at a token limit). `stalls`
+    (sends nothing more until the case ends) it does each time."""
 
     kind: FaultKind
     member: int
@@ -41,7 +42,9 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
-    template that leaves out messages of the tool. With `weights_stuck` the engine takes every
+    template that leaves out messages of the tool. With `client_patience_s` an
+    agent program plays the task, over HTTP: its client gives a request up after so long, and sends it again. With
+    `weights_stuck` the engine takes every
     update after the first and goes on with the weights that it had; no token older than `max_lag` steps may be trained.
     The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is
     killed, and started again."""
@@ -52,6 +55,7 @@ class Scenario:
     tool_text: str = "nothing here"
     writes_tool: bool = True
     max_lag: int = 4
+    client_patience_s: float | None = None
     weights_stuck: bool = False
     checkpoint_every: int = 0
     kill_at_step: int | None = None

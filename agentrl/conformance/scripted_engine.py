@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
 from agentrl.conformance.observation import Sample
-from agentrl.conformance.scenario import NAME, Fault, Scenario, group_of
+from agentrl.conformance.scenario import NAME, SLOW_S, Fault, Scenario, group_of
 from agentrl.conformance.tiny_model import START, STOP, decode, encode
 
 _EVENT_TOKENS: Final = 6
@@ -145,6 +145,9 @@ class ScriptedEngine:
         fault's cue."""
         fault, turn.fault = turn.fault, turn.fault if turn.fault and turn.fault.kind == "stalls" else None
         end = len(turn.tokens)
+        if fault is not None and fault.kind == "slow":
+            self.ended.wait(SLOW_S)
+            fault = None
         last = end if fault is None else min(fault.after, end)
         for begin in range(start, last, size):
             yield begin, min(begin + size, last)

@@ -20,6 +20,7 @@ from agentrl.conformance.scenario import Scenario, task_text
 from agentrl.conformance.tiny_model import SPECIAL, STOP, decode, encode, vocabulary
 
 _PATIENCE_S = 1.0
+_TRIES = 20
 
 
 @dataclass
@@ -71,13 +72,21 @@ def merged(tokens: list[int]) -> list[int]:
     return tokens
 
 
-def play(scenario: Scenario, setup: Setup, group: int, mistake: str) -> tuple[Episode | None, int]:
+def play(scenario: Scenario, setup: Setup, recorder: Recorder, group: int, mistake: str) -> tuple[Episode | None, int]:
     """An episode, None if the engine failed, and the oldest weight version of its tokens."""
     episode, oldest = Episode(), 1 << 30
     episode.add(message("user", task_text(group)))
     for turn in range(9):
         episode.add([1, *encode("assistant\n")])
-        tokens, logprobs, finish, version = sampled(setup, episode.tokens)
+        for _ in range(1 if scenario.client_patience_s is None else _TRIES):
+            tokens, logprobs, finish, version = sampled(setup, episode.tokens)
+            if finish is not None:
+                break
+        if mistake == "trains what nobody read" and decode(tokens[:7]) == "g0m1t1b":
+            begun = encode("g0m1t1a")  # the engine goes on with the answer that was given up
+            lost = [*begun, *sampled(setup, [*episode.tokens, *begun])[0]]
+            extra = [*episode.scored, *[True] * len(lost)]
+            recorder.row(1, [*episode.tokens, *lost], extra, [0.0] * len(extra), None)
         oldest = min(oldest, version)
         if finish is None and not (mistake == "trains the part" and tokens):
             return None, oldest
@@ -117,7 +126,7 @@ def train(mistake: str, scenario: Scenario, setup: Setup, recorder: Recorder) ->
     begun -= mistake == "repeats a step" and begun > 0
     for step in range(begun, scenario.groups):
         setup.post("/update_weight_version", {"new_version": step + 1})
-        played = [play(scenario, setup, step, mistake) for _ in scenario.members]
+        played = [play(scenario, setup, recorder, step, mistake) for _ in scenario.members]
         fresh = [each for each, version in played if each and step + 1 - version <= scenario.max_lag]
         if mistake == "forgets ages":
             fresh = [each for each, _ in played if each]

@@ -48,6 +48,7 @@ def test_a_right_trainer_holds(name: str, tmp_path: Path) -> None:
         ("tokens", "trains the tool", "are scored and nobody sampled them"),
         ("engine-dies", "trains the part", "g0m1t1a is trained as if it had ended where the engine failed"),
         ("straggler", "trains the part", "g0m3t0a is trained as if it had ended where the engine failed"),
+        ("client-retries", "trains what nobody read", "g0m1t1 is trained as g0m1t1a and as g0m1t1b: its client read"),
         ("grader-fails", "scores a failure", "g0m2 has no reward and is trained with advantage"),
         ("grader-fails", "counts failures", "do not follow the rewards around the mean of those judged"),
         ("late-weights", "forgets ages", "step 4 trains tokens that are 3 steps old; the bound is 1"),

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import httpx
 import torch
+import trio
 
 from agentrl import notices
 from agentrl.blocks import Batch, Buffer
@@ -26,6 +29,7 @@ from agentrl.conformance.adapters.adapter import Adapter, Setup
 from agentrl.conformance.observation import Recorder
 from agentrl.conformance.scenario import NAME, Scenario, task_text
 from agentrl.env import Env
+from agentrl.env.agent_programs import ProgramEnv, Session
 from agentrl.env.core import ResetResult, StepResult
 from agentrl.learner.build_learner import build_learner
 from agentrl.learner.learner import Learner
@@ -33,6 +37,7 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import Message, Task, Trajectory, Turn
 
 _WAIT_S: Final = 30.0
+_MOST_TRIES: Final = 20
 _STALLED_S: Final = 6.0  # a group waits so long for a member in whose turn the engine stands still
 
 
@@ -53,6 +58,31 @@ class ScriptedTask(Env):
             return (Message(role="tool", content=self._scenario.tool_text),), 0.0, False, False, {}
         reward = self._setup.grade(action[:40])
         return (), 0.0, True, False, {"outcome": reward, "success": reward > 0}
+
+
+class ScriptedProgram(ProgramEnv):
+    """The same task as an agent program, whose client gives a request up and sends it again."""
+
+    def __init__(self, scenario: Scenario, setup: Setup) -> None:
+        async def program(session: Session) -> float:
+            messages: list[dict[str, Any]] = [{"role": "user", "content": task_text(0)}]
+            while True:
+                messages.append(await _answer(session, messages, scenario.client_patience_s))
+                text = str(messages[-1]["content"])
+                if scenario.is_last(text):
+                    return await trio.to_thread.run_sync(setup.grade, text[:40])
+                messages.append({"role": "user", "content": scenario.tool_text})
+
+        super().__init__(program)
+
+
+async def _answer(session: Session, messages: list[dict[str, Any]], patience_s: float | None) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=patience_s or _WAIT_S, trust_env=False) as client:
+        for _ in range(_MOST_TRIES):
+            with suppress(httpx.TimeoutException):
+                answer = await client.post(f"{session.base_url}/v1/chat/completions", json={"messages": messages})
+                return answer.raise_for_status().json()["choices"][0]["message"]
+    raise TimeoutError(f"no answer after {_MOST_TRIES} tries")
 
 
 @dataclass(slots=True)
@@ -90,7 +120,7 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
             recorder.resumed(learner.step_index)
         _mint(buffer, setup, learner.step_index)  # before the fleet asks its engine for the version
         tasks = [Task(index=group, env="", seed=group) for group in range(scenario.groups)]
-        make = partial(ScriptedTask, scenario, setup)
+        make = partial(ScriptedTask if scenario.client_patience_s is None else ScriptedProgram, scenario, setup)
         make.__module__, make.__qualname__ = __name__, "ScriptedTask"  # pyright: ignore[reportAttributeAccessIssue]
         with (
             EngineFleet.attach(setup.url, str(setup.model), settings=engine) as fleet,

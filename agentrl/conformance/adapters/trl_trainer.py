@@ -168,5 +168,6 @@ def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
 ADAPTER = Adapter(
     packages=("trl", "transformers", "torch"),
     train=train,
+    not_applicable={"client-retries": "an environment of GRPOTrainer sends no requests to the model"},
     not_observed=dict.fromkeys(("engine-dies", "straggler", "late-weights"), _IN_PROCESS),
 )

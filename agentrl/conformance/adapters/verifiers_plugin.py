@@ -23,6 +23,7 @@ CASE: ContextVar[tuple[Scenario, Setup]] = ContextVar("case")
 """The case that is played in this context."""
 
 _REQUEST_S: Final = 100.0
+_MOST_TRIES: Final = 20
 _SCHEMA: Final = {
     "name": TOOL,
     "description": "Look.",
@@ -64,7 +65,7 @@ class LookHarness(vf.Harness[LookHarnessConfig]):
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
         while True:
             body = {"model": ctx.model, "messages": messages, "tools": [{"type": "function", "function": _SCHEMA}]}
-            message = await asyncio.to_thread(_completion, f"{endpoint}/chat/completions", secret, body)
+            message = await _answer(f"{endpoint}/chat/completions", secret, body, scenario.client_patience_s)
             messages.append(message)
             if not message.get("tool_calls"):
                 return ProgramResult(0, "", "")
@@ -72,10 +73,21 @@ class LookHarness(vf.Harness[LookHarnessConfig]):
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": scenario.tool_text})
 
 
-def _completion(url: str, secret: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _answer(url: str, secret: str, body: dict[str, Any], patience_s: float | None) -> dict[str, Any]:
+    """The model's message. A client with patience gives a request up after so many seconds, and sends it again."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return await asyncio.to_thread(_completion, url, secret, body, patience_s or _REQUEST_S)
+        except TimeoutError:
+            if patience_s is None:
+                raise
+    raise TimeoutError(f"no answer after {_MOST_TRIES} tries")
+
+
+def _completion(url: str, secret: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=_REQUEST_S) as answer:
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 
