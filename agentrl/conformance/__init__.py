@@ -6,7 +6,7 @@
     observation.py      what a trainer did: the vocabulary between adapters and judges
     adapters/           one module per trainer
     child.py            runs an adapter in a process of its own, by any Python
-    judges.py           holds, breaks, or why it cannot be said
+    judges.py           holds, breaks, or why it cannot be judged
     cases.py            the cases: a promise, a scenario and its judge
     conduct.py          all of it, in order
 

@@ -47,7 +47,7 @@ CASES: Final = (
         promise="A turn for which the client asked twice is trained once.",
         happens="An agent program's client gives a slow answer up after one second, and asks again until it has one.",
         scenario=Scenario(members=_FOUR, faults=(Fault("slow", 1, 1),), client_patience_s=1.0),
-        judge=judges.asked_twice,
+        judge=judges.retried_requests,
     ),
     Case(
         name="grader-fails",

@@ -1,7 +1,7 @@
 """Runs cases with one trainer, one after the other, in a process of its own: `PYTHON child.py ORDER.json`.
 
 Started by path, so that any Python can run it. In an order that says `alone`, agentrl's modules that need the standard
-library alone are found beside this file, and nothing else of agentrl is.
+library alone are imported from beside this file, and nothing else of agentrl is.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _train(adapter: Any, case: dict[str, Any], recorder: Recorder) -> None:
         if case["name"] in reasons:
             recorder.skipped(outcome, reasons[case["name"]])
             return
-    for what, reason in adapter.unseen.items():
-        recorder.unseen(what, reason)
+    for column, reason in adapter.unseen.items():
+        recorder.unseen(column, reason)
     setup = Setup(model=Path(case["model"]), url=case["url"], folder=Path(case["folder"]))
     adapter.train(Scenario.read(case["scenario"]), setup, recorder)
 

@@ -119,17 +119,17 @@ def conduct(
         models = {writes: write_model(folder / f"model-{writes}", writes_tool=writes) for writes in (True, False)}
         plays: list[_Play] = []
         for case in cases:
-            own = folder / case.name
-            (own / "trainer").mkdir(parents=True)
+            case_folder = folder / case.name
+            (case_folder / "trainer").mkdir(parents=True)
             engine, url = engines.enter_context(serving(case.scenario))
             order = {
                 "name": case.name,
                 "model": str(models[case.scenario.writes_tool]),
                 "url": url,
-                "folder": str(own / "trainer"),
+                "folder": str(case_folder / "trainer"),
                 "scenario": case.scenario.document(),
             }
-            plays.append(_Play(case, engine, order, own))
+            plays.append(_Play(case, engine, order, case_folder))
         start = _Starter(trainer, python or sys.executable, folder)
         _play_in_turn([play for play in plays if play.case.scenario.kill_at_step is None], start, notify)
         for play in plays:

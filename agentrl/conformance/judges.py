@@ -1,4 +1,4 @@
-"""Says of an observation whether the trainer kept a promise, with evidence. Pure functions, standard library only.
+"""Says of an observation whether the trainer evidence a promise, with evidence. Pure functions, standard library only.
 
 A judge never asks how a trainer computes. Tokens, log-probs and contexts are compared with the engine's record. The
 advantages of a group are held to what every group baseline has in common (the mean, leave-one-out, with or without
@@ -73,7 +73,7 @@ def trained_turns(seen: Observation) -> tuple[list[Trained], list[str]]:
 
 
 def _stranger(seen: Observation, tokens: tuple[int, ...]) -> str:
-    """What a scored stretch is that no sample equals."""
+    """Describe a scored stretch that no sample equals."""
     text = decode(tokens)
     name = NAME.search(text)
     sample = next((each for each in seen.samples if name is not None and each.name == name[0]), None)
@@ -180,8 +180,8 @@ def weight_faults(seen: Observation) -> list[str]:
     return [] if all(seen.finite) else ["weights are not numbers any more"]
 
 
-def verdict(seen: Observation, faults: list[str], kept: str) -> Verdict:
-    """The verdict of a case in which `faults` were looked for; `kept` is the evidence if there are none."""
+def verdict(seen: Observation, faults: list[str], evidence: str) -> Verdict:
+    """The verdict of a case in which `faults` were looked for; `evidence` is that of a promise that was kept."""
     if "rows" in seen.unseen:
         return Verdict("not observed", seen.unseen["rows"])
     if faults:
@@ -191,20 +191,20 @@ def verdict(seen: Observation, faults: list[str], kept: str) -> Verdict:
         return Verdict("stops", seen.stopped)
     if not seen.finished:
         return Verdict("stops", "it did not come to its end before the deadline")
-    return Verdict("holds", kept)
+    return Verdict("holds", evidence)
 
 
 def summary(seen: Observation) -> str:
-    """What is in the loss, in a line; and what could not be seen of it."""
+    """One line about the content of the loss, and about the parts of it that could not be seen."""
     turns, _ = trained_turns(seen)
     tokens = sum(len(turn.sample.tokens) for turn in turns)
     parts = [f"{len({turn.member for turn in turns})} episodes, {len(turns)} turns, {tokens} tokens as sampled"]
-    for what, has in (
+    for column, is_seen in (
         ("advantages", any(row.advantages is not None for row in seen.rows)),
         ("log-probs", any(row.logprobs is not None for row in seen.rows)),
     ):
-        if seen.rows and not has:
-            parts.append(f"{what} not observed")
+        if seen.rows and not is_seen:
+            parts.append(f"{column} not observed")
     return "; ".join(parts)
 
 
@@ -228,14 +228,14 @@ def without(*members: int) -> Judge:
     def judge(seen: Observation, scenario: Scenario) -> Verdict:
         faults = token_faults(seen) + advantage_faults(seen, scenario, optional=members) + weight_faults(seen)
         names = ", ".join(f"m{member} {_part_of(member, seen)}" for member in members)
-        kept = f"{summary(seen)}; {names}" if names else summary(seen)
-        return verdict(seen, faults or _nothing(seen), kept)
+        evidence = f"{summary(seen)}; {names}" if names else summary(seen)
+        return verdict(seen, faults or _nothing(seen), evidence)
 
     return judge
 
 
 def _part_of(member: int, seen: Observation) -> str:
-    """What part a member has in the loss."""
+    """Describe the part that a member has in the loss."""
     rows = [turn.row for turn in trained_turns(seen)[0] if turn.member[1] == member]
     if not rows:
         return "is left out"
@@ -272,14 +272,14 @@ def names_dropped_answers(seen: Observation, scenario: Scenario) -> Verdict:
     shown = [row for row in seen.rows if scenario.tool_text in decode(row.tokens)]
     if seen.rows and len(shown) == len(seen.rows):
         return verdict(seen, token_faults(seen), "the answer is shown all the same")
-    named = next((line for line in seen.notices if "tool" in line and "template" in line), None)
-    if named is not None:
-        return verdict(seen, token_faults(seen), f"named: {named}")
+    notice = next((line for line in seen.notices if "tool" in line and "template" in line), None)
+    if notice is not None:
+        return verdict(seen, token_faults(seen), f"named: {notice}")
     silent = ["trained without the tool's answers, and no word about it"] if seen.rows else []
     return verdict(seen, silent, "nothing was trained")
 
 
-def asked_twice(seen: Observation, scenario: Scenario) -> Verdict:
+def retried_requests(seen: Observation, scenario: Scenario) -> Verdict:
     """A turn for which the client asked twice is trained once, and as sampled."""
     turns, _ = trained_turns(seen)
     by_turn = defaultdict[str, set[str]](set)
@@ -305,10 +305,10 @@ def bounded_age(seen: Observation, scenario: Scenario) -> Verdict:
             f"step {late[-1]} trains tokens that are {late[-1] - 1} steps old; the bound is {scenario.max_lag}"
         )
     oldest = max((turn.row.step - 1 for turn in turns), default=0)
-    kept = f"the oldest trained token is {oldest} steps old, the bound is {scenario.max_lag}"
+    evidence = f"the oldest trained token is {oldest} steps old, the bound is {scenario.max_lag}"
     if seen.stopped is not None and not faults:
-        return Verdict("holds", f"{kept}; then it stopped: {seen.stopped}")
-    return verdict(seen, faults or _nothing(seen), kept)
+        return Verdict("holds", f"{evidence}; then it stopped: {seen.stopped}")
+    return verdict(seen, faults or _nothing(seen), evidence)
 
 
 def trained_once(seen: Observation, scenario: Scenario) -> Verdict:
@@ -332,7 +332,7 @@ def trained_once(seen: Observation, scenario: Scenario) -> Verdict:
         faults.append(f"groups {sorted(missing)} are never trained")
     finished = Counter(member_of(each) for each in seen.samples if each.is_whole and scenario.is_last(each.name))
     again = sum(count - 1 for count in finished.values())
-    kept = f"went on from step {begun}; {len(groups)} groups, {len(counts)} turns, each trained once"
+    evidence = f"went on from step {begun}; {len(groups)} groups, {len(counts)} turns, each trained once"
     if again:
-        kept += f"; {again} finished episodes were played again"
-    return verdict(seen, faults, kept)
+        evidence += f"; {again} finished episodes were played again"
+    return verdict(seen, faults, evidence)

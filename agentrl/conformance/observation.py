@@ -1,4 +1,4 @@
-"""What a trainer did, as its adapter reports it and the engine recorded it. Standard library only.
+"""The record of what a trainer did: its adapter's report, and the engine's samples. Standard library only.
 
 An adapter appends events to a file, a line of JSON each, as they happen: a trainer that is killed leaves what it did
 until then. The samples come from the scripted engine, never from the trainer.

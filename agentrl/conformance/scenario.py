@@ -1,6 +1,6 @@
-"""What the scripted engine, tool and grader do in one case. Standard library only.
+"""The script of the engine, the tool and the grader in one case. Standard library only.
 
-A group of members plays one task. What a member samples names it: `g0m2t1a` is group 0, member 2, turn 1, first
+A group of members plays one task. What a member samples names it: g0m2t1a is group 0, member 2, turn 1, first
 attempt. All but the last turn call the tool, which answers with a text; the grader looks the member's reward up by its
 name. So engine, tool and grader keep no state that a trainer could lose, and whatever enters a loss names its origin.
 """
@@ -29,9 +29,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What the engine does in turn `turn` of `member` of each group, after `after` tokens, the first time only: `dies`
-    (closes the connection), `slow` (sends nothing for `SLOW_S`, then all), `cuts` (ends at a token limit). `stalls`
-    (sends nothing more until the case ends) it does each time."""
+    """A failure of the engine in turn `turn` of `member` of each group, after `after` tokens. The first time only: `dies`
+    (closes the connection), `slow` (sends nothing for `SLOW_S`, then all), `cuts` (ends at a token limit). Each time:
+    `stalls` (sends nothing more until the case ends)."""
 
     kind: FaultKind
     member: int
@@ -61,7 +61,7 @@ class Scenario:
     kill_at_step: int | None = None
 
     def text(self, group: int, member: int, turn: int, attempt: int) -> str:
-        """What the engine samples in a turn, without the token that ends it."""
+        """The text that the engine samples in a turn, without the token that ends it."""
         name = f"g{group}m{member}t{turn}{chr(ord('a') + attempt)}"
         if turn + 1 >= self.members[member].turns:
             return f"{name} and so the answer is no"

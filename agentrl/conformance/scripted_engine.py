@@ -33,7 +33,7 @@ class _Vanished(Exception):
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that was asked for: its tokens as they will be, and how many of them were sent."""
+    """A turn that was requested: its tokens as they will be, and how many of them were sent."""
 
     name: str
     prompt: list[int]
@@ -46,12 +46,12 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Group:
-    fresh: deque[int] = field(default_factory=deque[int])  # members that nobody has asked for yet
+    fresh: deque[int] = field(default_factory=deque[int])  # members that no request was for yet
     lost: deque[int] = field(default_factory=deque[int])  # members whose first turn failed
 
 
 class ScriptedEngine:
-    """Samples turns of a scenario. `version` stamps its tokens; `asked` are the requests in order, by turn name."""
+    """Samples turns of a scenario. `version` stamps its tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -96,7 +96,7 @@ class ScriptedEngine:
             name = NAME.match(tail)
             if name is not None and name[0] in self._turns:
                 return self._turns[name[0]], len(encode(tail))
-            names = [found for text in past if (found := NAME.search(text))]
+            names = [match for text in past if (match := NAME.search(text))]
             if names:
                 group, member, turn = int(names[-1][1]), int(names[-1][2]), int(names[-1][3]) + 1
             else:

@@ -1,4 +1,4 @@
-"""What an adapter of a trainer is. Standard library only."""
+"""The form of an adapter of a trainer. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CALL_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a case gives an adapter: a model folder, the URL of the scripted engine, and a folder of its own that
-    outlives a kill."""
+    """The parts of a case that an adapter gets: a model folder, the URL of the scripted engine, and a folder of its own
+    that outlives a kill."""
 
     model: Path
     url: str

@@ -61,7 +61,7 @@ class ScriptedTask(Env):
 
 
 class ScriptedProgram(ProgramEnv):
-    """The same task as an agent program, whose client gives a request up and sends it again."""
+    """The task as an agent program, whose client gives a request up and sends it again."""
 
     def __init__(self, scenario: Scenario, setup: Setup) -> None:
         async def program(session: Session) -> float:
@@ -168,7 +168,7 @@ def _step(learner: Learner, batch: Batch, passes: _Pass, recorder: Recorder) -> 
 
 
 def _name(trajectory: Trajectory) -> str:
-    name = next((found for turn in trajectory.turns if (found := NAME.search(turn.text))), None)
+    name = next((match for turn in trajectory.turns if (match := NAME.search(turn.text))), None)
     return f"episode {trajectory.episode_id}" if name is None else f"g{name[1]}m{name[2]}"
 
 

@@ -143,17 +143,17 @@ def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
             sampled = inputs.get("sampling_per_token_logps")
             for row in range(len(mask)):
                 prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
-                there = inputs["completion_mask"][row].bool()
-                scored = mask[row][there].tolist()
+                is_token = inputs["completion_mask"][row].bool()
+                scored = mask[row][is_token].tolist()
                 advantage = inputs["advantages"][row]
-                values = (advantage.expand(there.shape) if advantage.ndim == 0 else advantage)[there].tolist()
+                values = (advantage.expand(is_token.shape) if advantage.ndim == 0 else advantage)[is_token].tolist()
                 blank = [0] * len(prompt)
                 recorder.row(
                     self.state.global_step + 1,
-                    prompt + inputs["completion_ids"][row][there].tolist(),
+                    prompt + inputs["completion_ids"][row][is_token].tolist(),
                     [bool(value) for value in [*blank, *scored]],
                     [*blank, *values],
-                    None if sampled is None else [*blank, *sampled[row][there].tolist()],
+                    None if sampled is None else [*blank, *sampled[row][is_token].tolist()],
                 )
             return super()._compute_loss(model, inputs)
 
