@@ -28,8 +28,8 @@ from agentrl.engine.rendering.model_folder import ModelFolder
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_apis import apis
+from agentrl.env.agent_programs.model_endpoint import parsed
 from agentrl.env.agent_programs.request_checks import UnservedRequest
-from agentrl.env.agent_programs.session import parsed
 from agentrl.env.chat_messages import plain_tools
 from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import AgentRLError, UsageError

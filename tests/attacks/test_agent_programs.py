@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import trio
 
-from agentrl.env.agent_programs import session
+from agentrl.env.agent_programs import model_endpoint, session
 from attacks.other_user import OtherUser
 from attacks.sockets import listening
 
@@ -31,9 +31,9 @@ ASK = """if True:
 async def test_the_server_of_agent_programs_answers_nobody_without_an_episodes_key(other_user: OtherUser) -> None:
     key, asked = secrets.token_urlsafe(16), list[str]()
 
-    async def handler(request: session.Request) -> session.Response:
+    async def handler(request: model_endpoint.Request) -> model_endpoint.Response:
         asked.append(request.path)
-        return session.Response(200, {})
+        return model_endpoint.Response(200, {})
 
     before = {one.port for one in listening([os.getpid()]) if one.kind == "tcp"}
     url = await session.register(key, handler)

@@ -21,8 +21,9 @@ from gymnasium.error import ResetNeeded
 from agentrl import notices, registry
 from agentrl.env import sync_async
 from agentrl.env.agent_programs.model_apis import Conversation, Reply
+from agentrl.env.agent_programs.model_endpoint import body_bound
 from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
-from agentrl.env.agent_programs.session import Ended, Exited, Program, Running, body_bound
+from agentrl.env.agent_programs.session import Ended, Exited, Program, Running
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.limits import positive_seconds
 from agentrl.env.tool_env import Grade, MaybeAwaitable

@@ -12,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import secrets
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, apis, event_text
-from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
+from agentrl.env.agent_programs.model_apis import Reply
+from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Handler, ModelEndpoint, Request, Response, written
+from agentrl.env.agent_programs.open_requests import Pending
 from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.errors import matters
 from agentrl.host.child_environment import OF_THE_RUN
@@ -37,42 +37,12 @@ from agentrl.protocols import Sandbox
 from agentrl.records import Json
 from agentrl.sandbox.network_policy import forwarded
 
-MAX_BODY: Final = 64 << 20
-"""The most bytes of a request's body, whatever an episode allows."""
-_LEAST_BODY: Final = 4 << 20
-_INLINE_BYTES: Final = 32 << 10  # a body so small takes a moment
 _GRACE_S: Final = 1.0  # for the connections of a program that has ended to close
 _SETTLE_TURNS: Final = 20
 """Turns of the loop from the end of a program to the last look at its requests. One that its client sent and gave up at
 once may still lie in a socket: it takes about eight turns to be accepted and read, and it says why a program ended."""
-_READERS: Final = 2  # threads in which a process reads large requests: more would take the loop's share of the CPU
 
 _servers: RunVar[_Server] = RunVar("agentrl_program_server")
-_readers: RunVar[trio.CapacityLimiter] = RunVar("agentrl_program_readers")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """`path` is what follows the registered key, with a leading slash; `content` is the body, not parsed."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """A JSON `body`, or server-sent `events` as (name, data): an empty name writes no event line. `on_sent` is called
-    once: with True if all of it was written to the client, with False if the client left before."""
-
-    status: int = 200
-    body: Json = None
-    events: tuple[tuple[str, str], ...] | None = None
-    on_sent: Callable[[bool], None] | None = None
-
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(slots=True)
@@ -91,7 +61,7 @@ class _Server:
         """Refuse a request whose key nobody has registered; see `Refuses` in `agentrl.http.http_server`."""
         if _split(path)[0] in self.handlers:
             return None
-        return _written(Response(404, {"error": {"message": "no such episode", "type": "not_found"}}))
+        return written(Response(404, {"error": {"message": "no such episode", "type": "not_found"}}))
 
     async def answer(
         self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
@@ -100,14 +70,14 @@ class _Server:
         key, rest = _split(path)
         handler, _ = self.handlers.get(key, (None, 0))
         if handler is None:
-            return _written(Response(503, {"error": {"message": "the episode is over", "type": "server_error"}}))
+            return written(Response(503, {"error": {"message": "the episode is over", "type": "server_error"}}))
         try:
             response = await handler(Request(method, rest, headers, content))
         except UnservedRequest as error:
             response = Response(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
         except Exception as error:  # a connection's boundary: whatever it was, the program gets an answer that says so
             response = Response(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
-        return _written(response)
+        return written(response)
 
 
 async def register(key: str, handler: Handler, *, body_bytes: int = MAX_BODY) -> str:
@@ -167,49 +137,11 @@ def _split(path: str) -> tuple[str, str]:
     return key, f"/{rest}"
 
 
-def parsed(content: bytes) -> Mapping[str, Json]:
-    """A body as JSON, {} of an empty one. Raises UnservedRequest for what is no object, or no JSON: NaN and numbers
-    beyond a double's range are none."""
-    try:
-        body: Any = json.loads(content or b"{}", parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise UnservedRequest(f"the body is no JSON: {str(error)[:200]}") from None
-    if not isinstance(body, dict):
-        raise UnservedRequest("the body is not a JSON object")
-    return cast("dict[str, Any]", body)
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON value")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
-        raise ValueError(f"{digits[:20]} is out of range")
-    return number
-
-
-def body_bound(observation_bytes: int) -> int:
-    """The most bytes of a request of an episode whose answers may have `observation_bytes` of text: as JSON, with
-    tools and with pictures, which are named to the policy, it is larger than its text."""
-    return min(MAX_BODY, max(_LEAST_BODY, 2 * observation_bytes))
-
-
-def _written(response: Response) -> tuple[int, Typed]:
-    if response.events is None:
-        body = Typed("application/json", json.dumps(response.body).encode(), response.on_sent)
-        return response.status, body
-    lines = (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n" for name, text in response.events)
-    return response.status, Typed("text/event-stream", "".join(lines).encode(), response.on_sent)
-
-
 Program = Callable[["Session"], Awaitable[Any] | Any]
 """An agent program: an async function, or a plain one (in a thread of its own), called with the address of the
 model."""
 
 OUTPUT_BYTES: Final = 64 << 10
-_RETRIES: Final = "x-stainless-retry-count"  # OpenAI's and Anthropic's clients count in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +217,16 @@ class Running:
     ) -> None:
         self._program, self._task, self._box, self._body_bytes = program, task, box, body_bytes
         self._key = secrets.token_hex(16)
-        self._apis = apis()
         self._scope = trio.CancelScope()
         self._over = trio.Event()
         self._ended: Ended | None = None
-        self._news = trio.Event()
-        self._reading = trio.CapacityLimiter(1)
         self._started = False
-        self.requests = OpenRequests(shares_box=box is not None)
+        self._endpoint = ModelEndpoint(shares_box=box is not None)
+        self.requests = self._endpoint.requests
 
     async def start(self) -> None:
         """Run the program in the background of this trio loop."""
-        address = await register(self._key, self._handle, body_bytes=self._body_bytes)
+        address = await register(self._key, self._endpoint.handle, body_bytes=self._body_bytes)
         self._started = True
         trio.lowlevel.spawn_system_task(
             self._run, Session(address, self._key, self._task), name="agentrl agent program"
@@ -312,21 +242,17 @@ class Running:
                     await trio.lowlevel.checkpoint()
                 with trio.move_on_after(_GRACE_S):
                     while self.requests.is_open:
-                        await self._wait()
+                        await self._endpoint.news()
                 self.requests.end(trio.current_time())
                 return self._ended
             if (pending := self.requests.next(trio.current_time())) is not None:
                 return pending
-            await self._wait()
+            await self._endpoint.news()
 
     async def asks_again(self) -> None:
         """Wait for a client that we were too slow for: until it asks again, or the program does something else."""
         while self.requests.is_lost_by_us and not self.requests.has_next and self._ended is None:
-            await self._wait()
-
-    async def _wait(self) -> None:
-        self._news = trio.Event()
-        await self._news.wait()
+            await self._endpoint.news()
 
     def answer(self, reply: Reply) -> None:
         """Answer the request that `next` gave."""
@@ -349,69 +275,8 @@ class Running:
             ended = _ended_by(error)
         finally:
             self._ended = ended
-            self._news.set()
+            self._endpoint.announce()
             self._over.set()
-
-    async def _handle(self, request: Request) -> Response:
-        if request.method == "GET" and request.path == "/v1/models":
-            return Response(200, {"object": "list", "data": [{"id": "policy", "object": "model"}]})
-        api = self._apis.get(request.path)
-        if api is None or request.method != "POST":
-            return Response(404, {"error": {"message": f"{request.method} {request.path[:200]} is not served"}})
-        try:
-            body, conversation = await self._read(api, request.content)
-        except UnservedRequest as error:
-            return Response(400, api.error(str(error)))
-        is_retry = request.headers.get(_RETRIES, "0") != "0"
-        pending = self.requests.open(api.path, conversation, trio.current_time(), is_retry=is_retry)
-        if pending is None:
-            return Response(429, api.error("too many requests of this episode wait for an answer"))
-        self._news.set()
-        is_closed = False
-
-        def close(delivered: bool) -> None:
-            nonlocal is_closed
-            if not is_closed:
-                is_closed = True
-                self.requests.leave(pending, trio.current_time(), delivered=delivered)
-                self._news.set()
-
-        try:
-            await pending.answered.wait()
-            for _ in range(2):  # a client that has left meanwhile is noticed in the loop's next turn
-                await trio.lowlevel.checkpoint()
-            if pending.reply is not None:
-                api.remember(conversation, pending.reply)
-                return replace(_response(api, pending.reply, body), on_sent=close)
-        except BaseException:
-            close(False)
-            raise
-        close(False)
-        return Response(503, api.error("the episode is over"))
-
-    async def _read(self, api: Api, content: bytes) -> tuple[Mapping[str, Json], Conversation]:
-        """A request's body, and the conversation that it asks for. In a thread if it is large, one at a time of each
-        episode: whoever wrote it, other episodes go on meanwhile. Raises UnservedRequest."""
-
-        def read() -> tuple[Mapping[str, Json], Conversation]:
-            body = parsed(content)
-            return body, api.read(body)
-
-        if len(content) <= _INLINE_BYTES:
-            return read()
-        try:
-            readers = _readers.get()
-        except LookupError:
-            readers = trio.CapacityLimiter(_READERS)
-            _readers.set(readers)
-        async with self._reading:
-            return await trio.to_thread.run_sync(read, limiter=readers)
-
-
-def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
-    if not body.get("stream"):
-        return Response(200, api.write(reply, body))
-    return Response(200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body)))
 
 
 def _ended_by(error: BaseException) -> Ended:

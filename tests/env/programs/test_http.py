@@ -11,7 +11,7 @@ import pytest
 import trio
 from each_case import each_case
 
-from agentrl.env.agent_programs import session
+from agentrl.env.agent_programs import model_endpoint, session
 from agentrl.http import bounds as http_bounds
 
 PATH = "/key/v1/chat/completions"
@@ -21,8 +21,8 @@ PATH = "/key/v1/chat/completions"
 async def served() -> AsyncGenerator[str]:
     """The address of a server that sends the field `answer` of a request back; without one it cannot write."""
 
-    async def handler(request: session.Request) -> session.Response:
-        return session.Response(200, session.parsed(request.content).get("answer", {1}))  # type: ignore[arg-type]  # a set is no JSON
+    async def handler(request: model_endpoint.Request) -> model_endpoint.Response:
+        return model_endpoint.Response(200, model_endpoint.parsed(request.content).get("answer", {1}))  # type: ignore[arg-type]  # a set is no JSON
 
     address = await session.register("key", handler)
     try:
