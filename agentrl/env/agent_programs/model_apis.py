@@ -1,7 +1,8 @@
 """The model APIs that agent programs speak, translated: OpenAI's chat completions and responses, Anthropic's messages.
 
 A request becomes a `Conversation` (messages and tools as our records have them), a `Reply` becomes the API's answer,
-whole or as a stream of events. It knows neither episodes nor tokens: token counts are reported as zero.
+whole or as a stream of events. It knows neither episodes nor tokens: counts of tokens are those of the reply, by
+default zero.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, cast
 
 from agentrl.env.agent_programs.request_checks import (
@@ -31,6 +32,7 @@ from agentrl.env.agent_programs.request_checks import (
 from agentrl.env.chat_messages import text_of
 from agentrl.env.spaces import ROLES, Messages
 from agentrl.env.tools.calls import MAX_DEPTH, ToolCall, check_plain, dump, own_id
+from agentrl.env.tools.parsers import ToolFormat
 from agentrl.errors import StructuralParseError
 from agentrl.records import Json, Message
 
@@ -64,17 +66,20 @@ def _has_form(text: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation that a program asks to be continued. `tools` are function schemas in OpenAI's envelope."""
+    """The conversation that a program asks to be continued. `tools` are function schemas in OpenAI's envelope;
+    `sampling` has the keys about sampling that are honoured, as the request has them."""
 
     messages: tuple[Message, ...]
     tools: tuple[Fields, ...] = ()
     stops: tuple[str, ...] = ()
+    sampling: Fields = field(default_factory=dict[str, Json])
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The policy's answer: text outside of its calls, and the calls. `id` is unique within the episode. `is_cut` says
-    that a limit ended the turn and not the policy; `stop` is the stop text that ended `text`."""
+    """The policy's answer: text outside of its calls, and the calls. `id` is unique within the episode, and with
+    `prefix` beyond it. `is_cut` says that a limit ended the turn and not the policy; `stop` is the stop text that ended
+    `text`. `tokens` counts the tokens of prompt and answer; 0 where nobody counts."""
 
     id: str
     text: str
@@ -82,10 +87,17 @@ class Reply:
     thoughts: str = ""
     is_cut: bool = False
     stop: str = ""
+    prefix: str = ""
+    tokens: tuple[int, int] = (0, 0)
 
     def call_id(self, index: int) -> str:
         """The id of a call: the model's own, or nine letters and digits, which the strictest chat template takes."""
         return own_id(self.calls[index]) or f"c{self.id}{index:04d}"
+
+    @property
+    def name(self) -> str:
+        """The id by which a client may speak of the reply."""
+        return self.prefix + self.id
 
     @property
     def message(self) -> Message:
@@ -103,11 +115,46 @@ class Reply:
         return message
 
 
+def reply_of(form: ToolFormat, action: str, conversation: Conversation, *, id: str, is_cut: bool) -> Reply:
+    """The policy's action as the reply to `conversation`: calls only where all of them are whole, else the text as it
+    is; thoughts apart from it."""
+    parsed = form.parse(action, conversation.tools)
+    text, calls = action, tuple[ToolCall, ...]()
+    if not parsed.calls:
+        text = parsed.text.lstrip() if parsed.thoughts else parsed.text
+    elif conversation.tools:
+        # All or none: the API has no place for a call that is broken, and an answer with the others alone would
+        # hide from the program, and in the next request from the model, that something was lost.
+        whole_calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
+        if len(whole_calls) == len(parsed.calls):
+            text, calls = parsed.text.strip(), whole_calls
+    thoughts, ended_by = "" if text is action else parsed.thoughts, ""
+    for stop in conversation.stops:
+        if stop and stop in text:
+            text, ended_by = text.partition(stop)[0], stop
+    return Reply(id, text, calls, thoughts, is_cut and not ended_by, ended_by)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKeys:
+    """The keys about sampling that whoever serves a request honours, and why the others have no effect. An agent
+    program in a run has no say in how its policy is sampled; a client of a recorder has."""
+
+    honoured: frozenset[str] = frozenset()
+    otherwise: str = "the run file says how the policy samples"
+
+
+OF_THE_RUN: Final = SamplingKeys()
+
+
 class Api(ABC):
-    """One API."""
+    """One API, for requests whose keys about sampling are treated as `sampling` says."""
 
     path: ClassVar[str]
     keys: ClassVar[RequestKeys]
+
+    def __init__(self, sampling: SamplingKeys = OF_THE_RUN) -> None:
+        self._sampling = sampling
 
     def read(self, body: Fields) -> Conversation:
         """The conversation to continue. Raises UnservedRequest for a body of another shape, or one that no episode can
@@ -116,9 +163,10 @@ class Api(ABC):
         try:
             # The keys first, then the bounds, then the depth, and only then the content: each step may rely on the one
             # before it, and none of them walks more than a bounded part of what a policy may have sent.
-            self.keys.check(body)
+            self.keys.check(body, self._sampling.honoured, self._sampling.otherwise)
             self._bound(body)
-            check_plain({key: body[key] for key in self.keys.honoured if key in body}, MAX_DEPTH, "the request")
+            read_keys = self.keys.honoured | self._sampling.honoured
+            check_plain({key: body[key] for key in read_keys if key in body}, MAX_DEPTH, "the request")
             conversation = self._read(body)
             check_tools(conversation.tools)
         except StructuralParseError as error:
@@ -136,7 +184,8 @@ class Api(ABC):
         stops = cast("tuple[Any, ...]", conversation.stops)
         if len(stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
             raise UnservedRequest(f"stops must be texts, at most {_MOST_STOPS}")
-        return conversation
+        sampling = {key: body[key] for key in self._sampling.honoured & self.keys.sampling if body.get(key) is not None}
+        return replace(conversation, sampling=sampling) if sampling else conversation
 
     def _bound(self, body: Fields) -> None:
         """Refuse lists that are too long before anything walks them."""
@@ -200,7 +249,7 @@ class ChatCompletions(Api):
     def write(self, reply: Reply, body: Fields) -> Json:
         message = {**_chat_reply(reply), "content": reply.text or None}
         choice = {"index": 0, "message": message, "finish_reason": _chat_finish(reply), "logprobs": None}
-        return {**_chat_head(reply, body, "chat.completion"), "choices": [choice], "usage": _USAGE}
+        return {**_chat_head(reply, body, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
         head = _chat_head(reply, body, "chat.completion.chunk")
@@ -214,7 +263,7 @@ class ChatCompletions(Api):
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
         ]
         if cast("Fields", body.get("stream_options") or {}).get("include_usage"):
-            chunks.append({**head, "choices": [], "usage": _USAGE})
+            chunks.append({**head, "choices": [], "usage": _usage(reply)})
         return [("", chunk) for chunk in chunks] + [("", _DONE)]
 
 
@@ -238,7 +287,8 @@ class Responses(Api):
         },
     )
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: SamplingKeys = OF_THE_RUN) -> None:
+        super().__init__(sampling)
         self._earlier: dict[str, tuple[Message, ...]] = {}
 
     def _read(self, body: Fields) -> Conversation:
@@ -260,7 +310,7 @@ class Responses(Api):
         return Conversation((*opening, *before, *_merged(items)), _functions(body, is_flat=True))
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
-        self._earlier[f"resp_{reply.id}"] = (*conversation.messages, cast("Message", _chat_reply(reply)))
+        self._earlier[f"resp_{reply.name}"] = (*conversation.messages, cast("Message", _chat_reply(reply)))
 
     def write(self, reply: Reply, body: Fields) -> Json:
         return self._response(reply, body, "incomplete" if reply.is_cut else "completed", self._output(reply))
@@ -280,7 +330,7 @@ class Responses(Api):
 
     def _response(self, reply: Reply, body: Fields, status: str, output: Sequence[Fields]) -> Json:
         return {
-            "id": f"resp_{reply.id}",
+            "id": f"resp_{reply.name}",
             "object": "response",
             # No clock in an answer: a program that prints it, or sends it back, would make each replay another one.
             "created_at": 0,
@@ -293,9 +343,9 @@ class Responses(Api):
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": list(body.get("tools") or []),
             "usage": {
-                "input_tokens": 0,
-                "output_tokens": 0,
-                "total_tokens": 0,
+                "input_tokens": reply.tokens[0],
+                "output_tokens": reply.tokens[1],
+                "total_tokens": sum(reply.tokens),
                 "input_tokens_details": {"cached_tokens": 0},
                 "output_tokens_details": {"reasoning_tokens": 0},
             },
@@ -305,14 +355,14 @@ class Responses(Api):
         output: list[dict[str, Any]] = []
         if reply.thoughts:
             thoughts: list[Json] = [{"type": "reasoning_text", "text": reply.thoughts}]
-            output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": list[Json](), "content": thoughts})
+            output.append({"type": "reasoning", "id": f"rs_{reply.name}", "summary": list[Json](), "content": thoughts})
         if reply.text or not reply.calls:
             content: list[Json] = [_text_part(reply.text)]
             status = "incomplete" if reply.is_cut else "completed"
-            message = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": status}
+            message = {"type": "message", "id": f"msg_{reply.name}", "role": "assistant", "status": status}
             output.append({**message, "content": content})
         for index, call in enumerate(reply.calls):
-            identity = {"type": "function_call", "id": f"fc_{reply.id}_{index}", "call_id": reply.call_id(index)}
+            identity = {"type": "function_call", "id": f"fc_{reply.name}_{index}", "call_id": reply.call_id(index)}
             output.append(
                 {**identity, "name": call.name, "arguments": dump(dict(call.arguments)), "status": "completed"}
             )
@@ -388,7 +438,9 @@ class AnthropicMessages(Api):
             events.append({"type": "content_block_start", "index": index, "content_block": empty})
             events.append({"type": "content_block_delta", "index": index, "delta": delta})
             events.append({"type": "content_block_stop", "index": index})
-        events.append({"type": "message_delta", "delta": self._ending(reply), "usage": {"output_tokens": 0}})
+        events.append(
+            {"type": "message_delta", "delta": self._ending(reply), "usage": {"output_tokens": reply.tokens[1]}}
+        )
         events.append({"type": "message_stop"})
         return [(event["type"], event) for event in events]
 
@@ -404,23 +456,22 @@ class AnthropicMessages(Api):
 
     def _head(self, reply: Reply, body: Fields) -> dict[str, Any]:
         return {
-            "id": f"msg_{reply.id}",
+            "id": f"msg_{reply.name}",
             "type": "message",
             "role": "assistant",
             "model": _model(body),
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": reply.tokens[0], "output_tokens": reply.tokens[1]},
         }
 
 
-def apis() -> dict[str, Api]:
+def apis(sampling: SamplingKeys = OF_THE_RUN) -> dict[str, Api]:
     """All of them by path, fresh for one episode."""
-    return {api.path: api for api in (ChatCompletions(), Responses(), AnthropicMessages())}
+    return {api.path: api for api in (ChatCompletions(sampling), Responses(sampling), AnthropicMessages(sampling))}
 
 
 _MESSAGES: Final = Messages(sys.maxsize, sys.maxsize)
 _MOST_STOPS: Final = 64  # each is looked for in the whole of a reply
 _DONE: Final = "[DONE]"
-_USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
 _MOST_NAME: Final = 200
 _ANTHROPIC_BLOCKS: Final = ("tool_result", "tool_use", "thinking", "redacted_thinking")
@@ -464,7 +515,12 @@ def _model(body: Fields) -> str:
 
 
 def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": 0, "model": _model(body)}
+    return {"id": f"chatcmpl-{reply.name}", "object": kind, "created": 0, "model": _model(body)}
+
+
+def _usage(reply: Reply) -> dict[str, Json]:
+    prompt, answer = reply.tokens
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def _chat_finish(reply: Reply) -> str:

@@ -20,7 +20,7 @@ from gymnasium.error import ResetNeeded
 
 from agentrl import notices, registry
 from agentrl.env import sync_async
-from agentrl.env.agent_programs.model_apis import Conversation, Reply
+from agentrl.env.agent_programs.model_apis import Conversation, Reply, reply_of
 from agentrl.env.agent_programs.model_endpoint import body_bound
 from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
 from agentrl.env.agent_programs.session import Ended, Exited, Program, Running
@@ -28,8 +28,7 @@ from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResul
 from agentrl.env.limits import positive_seconds
 from agentrl.env.tool_env import Grade, MaybeAwaitable
 from agentrl.env.tools.by_name import check_limits
-from agentrl.env.tools.calls import ToolCall
-from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
+from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import ConfigError, EnvError, InfrastructureError, SandboxPathError, UsageError
 from agentrl.host.clocks import policy_time
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
@@ -162,7 +161,8 @@ class ProgramEnv(Env):
         # Taken before the answer goes out: a step that is cancelled from here on leaves nothing to step on, since the
         # program may have read the answer and gone on.
         self._pending = None
-        reply = self._reply(action, pending.conversation)
+        number = f"{self._turns + self._unread + 1:04d}"
+        reply = reply_of(format_of(self), action, pending.conversation, id=number, is_cut=self.action_cut)
         running.answer(reply)
         with trio.move_on_after(self._silence_s):  # the policy has no part in this wait: what it wrote is not read yet
             await running.asks_again()
@@ -257,30 +257,6 @@ class ProgramEnv(Env):
                 grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
             info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
         return (), 0.0, True, False, info
-
-    @property
-    def _format(self) -> ToolFormat:
-        return format_of(self)
-
-    def _reply(self, action: str, conversation: Conversation) -> Reply:
-        """The action as the API's reply: calls only where all of them are whole, else the text as it is; thoughts apart
-        from it."""
-        parsed = self._format.parse(action, conversation.tools)
-        text, calls = action, tuple[ToolCall, ...]()
-        if not parsed.calls:
-            text = parsed.text.lstrip() if parsed.thoughts else parsed.text
-        elif conversation.tools:
-            # All or none: the API has no place for a call that is broken, and an answer with the others alone would
-            # hide from the program, and in the next request from the model, that something was lost.
-            whole_calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
-            if len(whole_calls) == len(parsed.calls):
-                text, calls = parsed.text.strip(), whole_calls
-        thoughts, ended_by = "" if text is action else parsed.thoughts, ""
-        for stop in conversation.stops:
-            if stop and stop in text:
-                text, ended_by = text.partition(stop)[0], stop
-        is_cut = self.action_cut and not ended_by
-        return Reply(f"{self._turns + self._unread + 1:04d}", text, calls, thoughts, is_cut, ended_by)
 
 
 def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:

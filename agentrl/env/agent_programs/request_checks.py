@@ -52,13 +52,14 @@ class RequestKeys:
 
     honoured: frozenset[str]
     sampling: frozenset[str]
-    """Keys about how an answer is sampled. The run file decides that: they are named, and have no effect."""
+    """Keys about how an answer is sampled. In a run its file decides that: they are named, and have no effect."""
     bookkeeping: frozenset[str]
     """Keys that a server may ignore without any effect on the answer."""
     refused: Mapping[str, Refused] = field(default_factory=dict[str, Refused])
 
-    def check(self, body: Fields) -> None:
-        """Refuse or name the keys of `body` that are not honoured. Raises UnservedRequest."""
+    def check(self, body: Fields, sampled: frozenset[str], otherwise: str) -> None:
+        """Refuse or name the keys of `body` that are not honoured. Of the keys about sampling, those in `sampled` are;
+        `otherwise` is why the others are not. Raises UnservedRequest."""
         for key, refused in self.refused.items():
             if body.get(key) is not None and refused.asks(body[key]):
                 raise UnservedRequest(f"{key} = {shown(body[key])}: {refused.hint}")
@@ -66,7 +67,8 @@ class RequestKeys:
             if value is None or key in self.honoured or key in self.bookkeeping or key in self.refused:
                 continue
             if key in self.sampling:
-                note(f"{key} has no effect: the run file says how the policy samples")
+                if key not in sampled:
+                    note(f"{key} has no effect: {otherwise}")
             else:
                 # The key goes to `place` and not into the text: notices are counted by their text, and a policy can
                 # make a program send a new key with each request.
