@@ -73,6 +73,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     },
     "Engines": {
         "serve": ("serve agentrl/smollm2-135m", "serve out/model --kind vllm --gpus 0,1 --port 8001"),
+        "record": (
+            "record --engine http://127.0.0.1:8000 --model agentrl/smollm2-135m --out runs/recorded",
+            "record --engine http://127.0.0.1:8000 --model out/model --out runs/mine -- python my_agent.py",
+        ),
         "canary": (
             "canary http://127.0.0.1:8000 --model out/model",
             "canary http://127.0.0.1:8000 --model Qwen/Qwen3-0.6B --adapter out/adapter --candidates out/step-10",

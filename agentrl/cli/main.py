@@ -33,6 +33,7 @@ from agentrl.cli.episodes import add_commands, store
 from agentrl.cli.health import health
 from agentrl.cli.offline import export, retrain, sft, trace
 from agentrl.cli.plan import plan, simulate
+from agentrl.cli.record import record
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import logs, scale, stop, submit, tasks
 from agentrl.cli.server_key import server_key
@@ -87,6 +88,7 @@ for command in (
     export,
     canary,
     conformance,
+    record,
 ):
     app.command()(command)
 app.command("set")(set_)

@@ -45,6 +45,17 @@ class Versions(StorePart):
         return WeightVersion(version=version_number, step=step)
 
     @retried
+    def note_version(self, version: int) -> None:
+        """Take in a version that an engine of somebody else's serves: its number is that engine's, and so is its step.
+        For a store in which no learner mints any."""
+        with self._db.write():
+            self._db.execute(
+                "INSERT INTO versions (version, step, attempt, minted_s, confirmed_s)"
+                f" VALUES (?1, ?1, {ATTEMPT_SQL}, ?2, ?2) ON CONFLICT (version) DO NOTHING",
+                (version, self._db.clock()),
+            )
+
+    @retried
     def confirm_version(self, version: WeightVersion | int) -> None:
         """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
         version_number = version if isinstance(version, int) else version.version

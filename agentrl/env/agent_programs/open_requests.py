@@ -118,19 +118,22 @@ class OpenRequests:
         too many wait.
 
         A client that says it `is_retry` has no answer, even if its old connection still looks alive."""
-        for pending in self._same(path, conversation):
-            if is_retry or (pending.clients == 0 and not pending.is_read):
-                pending.clients += 1
-                self._answers -= pending.is_read
-                pending.is_read = False
-                self._left = None if pending is self._current else self._left
-                note("a client left before its answer and repeated its request: it gets the same answer")
-                return pending
+        if (pending := self._left_by(path, conversation, is_retry=is_retry)) is not None:
+            pending.clients += 1
+            self._answers -= pending.is_read
+            pending.is_read = False
+            self._left = None if pending is self._current else self._left
+            note("a client left before its answer and repeated its request: it gets the same answer")
+            return pending
         if len(self._queue) >= MOST_QUEUED:
             return None
         pending = Pending(path, conversation, now, self._answers, clients=1)
         self._queue.append(pending)
         return pending
+
+    def is_repeated_by(self, path: str, conversation: Conversation, *, is_retry: bool) -> bool:
+        """Whether `open` would take a request for the repetition of one that is here already."""
+        return self._left_by(path, conversation, is_retry=is_retry) is not None
 
     def leave(self, pending: Pending, now: float, *, delivered: bool) -> None:
         """A client of `pending` has left: with the answer, if it was `delivered`."""
@@ -209,9 +212,14 @@ class OpenRequests:
 
     # --- inside
 
-    def _same(self, path: str, conversation: Conversation) -> list[Pending]:
+    def _left_by(self, path: str, conversation: Conversation, *, is_retry: bool) -> Pending | None:
+        """The request that a client left and repeats now."""
         current = [self._current] if self._current is not None else []
-        return [pending for pending in (*current, *self._queue) if pending.repeats(path, conversation)]
+        for pending in (*current, *self._queue):
+            is_left = is_retry or (pending.clients == 0 and not pending.is_read)
+            if is_left and pending.repeats(path, conversation):
+                return pending
+        return None
 
     def _lost_by(self, pending: Pending, now: float) -> LostAnswer:
         waited_s = now - pending.requested_s

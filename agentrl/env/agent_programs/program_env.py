@@ -273,8 +273,14 @@ def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages |
     # None of that is another answer; another text or argument is.
     if not _same(now.messages[count], reply):
         return None
+    return _copied(with_tool_names(now.messages[count + 1 :], reply))
+
+
+def with_tool_names(messages: Sequence[Message], reply: Reply) -> list[Message]:
+    """The messages behind a reply, the results of its calls with the names of their tools, which few programs give and
+    some chat templates write."""
     names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}
-    return _copied([_named(message, names) for message in now.messages[count + 1 :]])
+    return [_named(message, names) for message in messages]
 
 
 def _without_thoughts(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -283,7 +289,7 @@ def _without_thoughts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _named(message: Message, names: Mapping[str, str]) -> Message:
-    """An answer with the name of the tool, which few programs give and some chat templates write."""
+    """A tool's result with the tool's name."""
     name = names.get(message.get("tool_call_id", ""))
     return message if name is None or message["role"] != "tool" else cast("Message", {"name": name, **message})
 

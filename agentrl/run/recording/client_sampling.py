@@ -1,0 +1,91 @@
+"""Samples the turns of a recorded conversation as its client asks for them: temperature, limits, stop texts.
+
+Owns which keys of a request about sampling are honoured, and what their values may be. Never knows a conversation's
+words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from agentrl.engine.router.turn_request import Decode, finish_of
+from agentrl.env.agent_programs.model_apis import Conversation, SamplingKeys
+from agentrl.env.agent_programs.request_checks import UnservedRequest, shown
+from agentrl.protocols import Chunk, Engine, GenerateRequest
+from agentrl.records import Generation, SamplingParams
+
+_LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0 - 1e-6),
+    "top_k": (-1, 1 << 30),
+    **dict.fromkeys(_LIMITS, (1, 1 << 30)),
+}
+_WHOLE: Final = ("top_k", *_LIMITS)
+
+KEYS: Final = SamplingKeys(frozenset(_BOUNDS), "the recorder does not pass it to the engine")
+
+
+def check_sampling(conversation: Conversation) -> None:
+    """Raise UnservedRequest for a value that no engine can sample with."""
+    for key, value in conversation.sampling.items():
+        least, most = _BOUNDS[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not least <= value <= most or (key in _WHOLE and value != int(value)):
+            kind = "a whole number" if key in _WHOLE else "a number"
+            raise UnservedRequest(f"{key} = {shown(value)}: give {kind} from {least:g} to {most:g}")
+
+
+def sampling_of(conversation: Conversation, default: SamplingParams) -> SamplingParams:
+    """The sampling that a client asks for, within the limits of `default`."""
+    asked: dict[str, Any] = {key: value for key, value in conversation.sampling.items() if key not in _LIMITS}
+    if "top_k" in asked:
+        asked["top_k"] = int(asked["top_k"])
+    limits = [int(conversation.sampling[key]) for key in _LIMITS if key in conversation.sampling]
+    stops = tuple(stop for stop in conversation.stops if stop)
+    return replace(default, max_tokens=min(default.max_tokens, *limits, default.max_tokens), stop=stops, **asked)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSampling:
+    """`engine`, whose turns are sampled as `asked` says at the time: the conversation that waits for its answer, or
+    None if nobody knows any more. `decode` gives the text of tokens, `on_request` gets the tokens before each turn."""
+
+    engine: Engine
+    asked: Callable[[], Awaitable[Conversation | None]]
+    decode: Decode
+    on_request: Callable[[int], None]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The rest of the turn; raises as the engine does."""
+        request, ending = await self._as_asked(request)
+        return ending or await self.engine.generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """The rest of the turn in one chunk; raises as the engine does."""
+        rest = await self.generate(request)
+        yield Chunk(token_ids=rest.token_ids, logprobs=rest.logprobs, spans=rest.spans, finish=rest.finish)
+
+    async def aclose(self) -> None:
+        """Do nothing: the engine belongs to whoever gave it."""
+
+    async def _as_asked(self, request: GenerateRequest) -> tuple[GenerateRequest, Generation | None]:
+        """The request as the client asks for it; and the empty rest of a turn that is whole already, because its last
+        token was journaled and the turn was not."""
+        self.on_request(len(request.token_ids) - request.sampled)
+        conversation = await self.asked()
+        if conversation is None:
+            return request, None
+        # The limits that come with the request are those of the rest, the client's are those of the turn.
+        room = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.sampled)
+        sampling = sampling_of(conversation, room)
+        done = request.token_ids[len(request.token_ids) - request.sampled :]
+        finish = finish_of(done, sampling.max_tokens, sampling, self.decode) if done else None
+        if finish is not None:
+            return request, Generation(token_ids=(), logprobs=(), spans=(), finish=finish)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - request.sampled)
+        return replace(request, sampling=rest), None

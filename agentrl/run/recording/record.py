@@ -1,0 +1,342 @@
+"""`agentrl record`: a recorder in front of an engine that somebody else runs, and the program that it may start.
+
+Owns the folder, the connection to the engine, the socket and the program; `recorder` answers the requests. Whatever it
+starts ends with it, however that ends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import trio
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.router.router import Fleet
+from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Response, written
+from agentrl.env.agent_programs.session import Session
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
+from agentrl.host.child_environment import OF_THE_RUN
+from agentrl.host.clocks import HostClock
+from agentrl.host.janitor import owned_folder
+from agentrl.http.bounds import ServerBounds
+from agentrl.http.http_server import Typed, listen
+from agentrl.models.resolve import model_dir, renderer_of, vocabulary
+from agentrl.rollout.context import RolloutContext
+from agentrl.run.recording.recorded_env import ENV
+from agentrl.run.recording.recorder import Recorder
+from agentrl.run.run_folder import RunDir
+from agentrl.store import TRAIN, RunStore
+from agentrl.store.journal_writer import JournalWriter
+
+EngineKind = Literal["embedded", "vllm", "sglang"]
+
+_KEY_FILE: Final = "record.key"
+_KEY_VARIABLE: Final = "AGENTRL_RECORD_KEY"  # the variable that the printed lines name for a key that was made
+_CONTEXT: Final = 32_768  # tokens of a conversation where neither engine nor model says how many it takes
+_DISK_S: Final = 60.0  # how long a write waits for space on a full disk
+_TERM_S: Final = 10.0  # for a program to end after SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings:
+    """`engine` is the URL of the engine and `engine_key` the variable with its key; `key_variable` has the key that
+    clients show. `idle_s`: seconds without a request after which a conversation ends. `awake` bounds the conversations
+    in memory, `most` all that go on. With a `command` the recorder ends with it."""
+
+    engine: str
+    model: str
+    out: Path
+    kind: EngineKind = "vllm"
+    engine_key: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    key_variable: str | None = None
+    no_key: bool = False
+    idle_s: float = 3600.0
+    max_context: int | None = None
+    awake: int = 256
+    most: int = 10_000
+    command: tuple[str, ...] = ()
+
+
+def record(settings: RecordSettings) -> int:
+    """Record until SIGINT or SIGTERM, or until the command ends; returns its exit status, else 0. Raises UsageError
+    for a folder that is no recorder's or is in use, EngineUnavailable if no engine answers."""
+    if settings.no_key and settings.key_variable is not None:
+        raise UsageError("--no-key and --api-key-env: give one of them")
+    folder = model_dir(settings.model)
+    run = RunDir(settings.out)
+    room = settings.max_context or trio.run(_room, settings, folder)
+    if run.store_path.exists():
+        _check(run, settings)
+    else:
+        run = RunDir.create(settings.out, _config(settings, room))
+    with run.lock(f"end it first, or give another --out than {settings.out}"):
+        config = _config(settings, room)
+        with RunStore.open(run.store_path) as store:
+            run.write_config(config, store)  # the engine may be another one than before
+        return trio.run(_record, settings, run, config, clock=HostClock())
+
+
+def _config(settings: RecordSettings, room: int) -> RunConfig:
+    """The settings of the folder as a run's: its model, its engine, and how a conversation is played."""
+    rollout: dict[str, Any] = {
+        "group_size": 1,
+        "max_context": room,
+        "max_tokens_per_turn": room - 1,
+        # A client may not have read a token that is not in the store, and no chunk waits for another to be written.
+        "checkpoint_tokens": 1,
+        "snapshot_every_turns": 0,
+        "max_observation_bytes": MAX_BODY,
+        "turn_deadline_s": 3600.0,
+    }
+    engine: dict[str, Any] = {"kind": settings.kind, "urls": [settings.engine]}
+    if settings.engine_key is not None:
+        engine["api_key_env"] = settings.engine_key
+    return configuration.parse(
+        {
+            "name": settings.out.resolve().name,
+            "model": settings.model,
+            "env": {"id": ENV},
+            "rollout": rollout,
+            "engine": engine,
+            "algo": {"kind": "reinforce++"},  # of episodes without siblings
+            "train": {"tokens_per_batch": room},
+        }
+    )
+
+
+def _check(run: RunDir, settings: RecordSettings) -> None:
+    """Raise UsageError for a folder that a recorder cannot go on with."""
+    config = run.config()
+    if config.env.id != ENV:
+        raise UsageError(f"{run.path} holds a run and no recordings: give another --out")
+    # Tokens of two models in one conversation would be one row of nobody's policy.
+    if config.model != settings.model:
+        raise UsageError(f"{run.path} has recordings of {config.model}: give --model {config.model} or another --out")
+
+
+def _client(settings: RecordSettings, config: RunConfig | None, folder: Path) -> EngineClient:
+    key = None
+    if config is not None:
+        key = config.engine.key_of(settings.engine)
+    elif settings.engine_key is not None:
+        key = configuration.EngineSettings(urls=[settings.engine], api_key_env=settings.engine_key).key_of(
+            settings.engine
+        )
+    return EngineClient(settings.engine, kind=settings.kind, api_key=key, vocabulary=vocabulary(folder))
+
+
+async def _room(settings: RecordSettings, folder: Path) -> int:
+    """The most tokens of a conversation, as the engine says. Raises EngineUnavailable."""
+    client = _client(settings, None, folder)
+    try:
+        models: Any = json.loads(await client.call("GET", "/v1/models", deadline_s=30.0))
+        room = models["data"][0].get("max_model_len")
+    except (EngineUnavailable, EngineTimeout) as error:
+        raise EngineUnavailable(f"no engine answers at {settings.engine} ({error}): start it") from error
+    except (EngineError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        room = None
+    finally:
+        await client.aclose()
+    return room if isinstance(room, int) and room >= 2 else _CONTEXT
+
+
+async def _record(settings: RecordSettings, run: RunDir, config: RunConfig) -> int:
+    folder = model_dir(settings.model)
+    renderer = renderer_of(config)
+    key = _key(settings, run)
+    status = 0
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_context(closing(RunStore.open(run.store_path)))
+        reader = stack.enter_context(closing(RunStore.read(run.store_path, away_s=0)))
+        store = await stack.enter_async_context(JournalWriter(opened, reader, disk_wait_s=_DISK_S))
+        client = _client(settings, config, folder)
+        fleet = Fleet.configured(
+            [client], config.engine, decode=renderer.decode, knows=partial(_note_version, store, set())
+        )
+        await stack.enter_async_context(_closed(fleet))
+        listeners = await _listeners(settings)
+        port = listeners[0].socket.getsockname()[1]
+        async with trio.open_nursery() as nursery:
+            recorder = _recorder(settings, config, store, fleet, renderer, nursery)
+            await recorder.restore()
+            nursery.start_soon(fleet.control)
+            nursery.start_soon(recorder.keep_leases)
+            nursery.start_soon(recorder.end_sleepers)
+            bounds = ServerBounds(body_bytes=MAX_BODY)
+            nursery.start_soon(partial(listen, recorder, listeners, bounds=bounds, refuses=partial(_refuses, key)))
+            if settings.command:
+                status = await _run_command(settings, recorder, port, key or "")
+            else:
+                for line in _announced(settings, port, key):
+                    print(line, flush=True)
+                await _signalled()
+            with trio.CancelScope(shield=True):
+                await recorder.aclose()
+            nursery.cancel_scope.cancel()
+    return status
+
+
+@asynccontextmanager
+async def _closed(fleet: Fleet) -> AsyncGenerator[None]:
+    try:
+        yield
+    finally:
+        with trio.move_on_after(2, shield=True):
+            await fleet.aclose()
+
+
+def _recorder(
+    settings: RecordSettings,
+    config: RunConfig,
+    store: JournalWriter,
+    fleet: Fleet,
+    renderer: Renderer,
+    nursery: trio.Nursery,
+) -> Recorder:
+    context = RolloutContext(
+        engine=fleet, renderer=renderer, store=store, settings=config.rollout, make_env=_nobody_makes
+    )
+    return Recorder(
+        store,
+        context,
+        nursery,
+        name=f"recorder.{os.getpid()}",
+        model=settings.model,
+        purpose=TRAIN,
+        idle_s=settings.idle_s,
+        awake=settings.awake,
+        most=settings.most,
+        repeats=bool(settings.command),
+    )
+
+
+def _nobody_makes(task: object) -> Any:
+    raise AssertionError("a conversation brings its environment")
+
+
+async def _note_version(store: JournalWriter, known: set[int], version: int) -> bool:
+    """Take a weight version of the engine into the store; every version is welcome."""
+    if version not in known:
+        await store.write(partial(store.store.versions.note_version, version))
+        known.add(version)
+    return True
+
+
+# --- the door
+
+
+def _key(settings: RecordSettings, run: RunDir) -> str | None:
+    """The key that clients show; None without one."""
+    if settings.key_variable is not None:
+        if not (value := os.environ.get(settings.key_variable)):
+            raise UsageError(f"--api-key-env {settings.key_variable}: this environment variable is not set: export it")
+        return value
+    if settings.command:  # every user of this machine reaches the port, and the program has the key anyway
+        return secrets.token_urlsafe(24)
+    if settings.no_key or _is_loopback(settings.host):
+        return None
+    # In the folder, which is its owner's alone: clients that come back after a restart show the key that they have.
+    file = run.path / _KEY_FILE
+    if not file.exists():
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(secrets.token_urlsafe(24))
+    return file.read_text(encoding="utf-8")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _refuses(key: str | None, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
+    """Refuse a request without the key; see `Refuses` in `agentrl.http.http_server`."""
+    if key is None:
+        return None
+    shown = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    if hmac.compare_digest(shown.encode(), key.encode()):
+        return None
+    error = {"message": "show the recorder's key as a bearer token or x-api-key", "type": "authentication_error"}
+    return written(Response(401, {"type": "error", "error": error}))
+
+
+async def _listeners(settings: RecordSettings) -> list[trio.SocketListener]:
+    host = "127.0.0.1" if settings.command else settings.host
+    try:
+        return await trio.open_tcp_listeners(settings.port, host=host)
+    except OSError as error:
+        raise UsageError(f"--port {settings.port} of {host} cannot be used ({error.strerror}): give another") from None
+
+
+def _announced(settings: RecordSettings, port: int, key: str | None) -> list[str]:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{port}"
+    lines = [f"recording to {settings.out}; Ctrl-C ends it, and the same command goes on"]
+    if key is not None and settings.key_variable is None:
+        lines.append(f"key: export {_KEY_VARIABLE}={key}")
+    elif key is None and not _is_loopback(settings.host):
+        lines.append("key: none; everybody who reaches this address may use the engine")
+    return [*lines, f"OpenAI's clients: OPENAI_BASE_URL={url}/v1", f"Anthropic's: ANTHROPIC_BASE_URL={url}", url]
+
+
+async def _signalled() -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            return
+
+
+# --- the program
+
+
+async def _run_command(settings: RecordSettings, recorder: Recorder, port: int, key: str) -> int:
+    """Run the command to its end, and end its conversation; returns its exit status as a shell does."""
+    # By its words, so that the same command goes on with its conversation after a crash, and another one does not.
+    session = f"command-{blake2b(repr(settings.command).encode(), digest_size=6).hexdigest()}"
+    variables = Session(f"http://127.0.0.1:{port}/session/{session}", key, {}, settings.model).variables
+    async with owned_folder() as owner:
+        try:
+            process = await trio.lowlevel.open_process(
+                list(settings.command), env={**OF_THE_RUN.without(os.environ), **variables, **owner.mark}
+            )
+        except OSError as error:
+            raise UsageError(f"{settings.command[0]} cannot be started: {error.strerror}") from None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pass_signals_on, process)
+            status = await process.wait()
+            nursery.cancel_scope.cancel()
+    status = status if status >= 0 else 128 - status
+    success = status == 0
+    await recorder.end_session(session, {"outcome": float(success), "success": success, "exit_code": status})
+    print(f"recorded in {settings.out}: agentrl view {settings.out}", file=sys.stderr)
+    return status
+
+
+async def _pass_signals_on(process: trio.Process) -> None:
+    """Let the program decide what a signal means. Ctrl-C reaches it by itself, as it is in this process group."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for received in signals:
+            if received == signal.SIGTERM:
+                process.terminate()
+                with trio.move_on_after(_TERM_S):
+                    await process.wait()
+                process.kill()

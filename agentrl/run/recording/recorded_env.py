@@ -1,0 +1,236 @@
+"""One recorded conversation as an environment: a request is an observation, an action is the answer to it.
+
+What an episode does for an environment, it so does for any client: limits, the journal turn by turn, tokens that are
+written while they come. A conversation whose recorder was killed goes on from the journal, which has all that is needed
+to know its next request. Never knows other conversations, the engine or the store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import trio
+
+from agentrl.env.agent_programs.model_apis import Conversation, Reply, reply_of
+from agentrl.env.agent_programs.model_endpoint import ModelEndpoint
+from agentrl.env.agent_programs.open_requests import Pending
+from agentrl.env.agent_programs.program_env import with_tool_names
+from agentrl.env.core import Env, Info, ResetResult, StepResult
+from agentrl.env.tools.parsers import ToolFormat, format_of
+from agentrl.errors import EnvError
+from agentrl.host.clocks import host_time
+from agentrl.records import Json, Message, Messages, StopReason, Task, context_ids
+from agentrl.run.recording import transcripts
+from agentrl.store import Claim
+
+ENV: Final = "recorded"
+"""The environment's id in the tasks of a recorder's folder. Nobody can play it: its other side is a client."""
+
+_REQUEST: Final = "request"
+"""Key of a task's options and of a step's info: what a request asks for beside its messages."""
+
+
+Exchanges = list[tuple[Conversation, Reply | None]]
+"""Requests and their answers, in order."""
+
+
+def request_facts(conversation: Conversation, *, with_tools: bool = False) -> dict[str, Json]:
+    """What a request asks for beside its messages, to be journaled with them; empty if that is nothing."""
+    facts: dict[str, Json] = {}
+    if conversation.sampling:
+        facts["sampling"] = dict(conversation.sampling)
+    if conversation.stops:
+        facts["stops"] = list(conversation.stops)
+    if with_tools:
+        facts["tools"] = [dict(tool) for tool in conversation.tools]
+    return {_REQUEST: facts} if facts else {}
+
+
+def exchanges(claim: Claim, form: ToolFormat) -> Exchanges:
+    """The requests of a journaled conversation and their answers, in order; the last one may have none yet."""
+    messages, tools, result = claim.start or (), claim.tools.schemas, Exchanges()
+    facts: Mapping[str, Any] = claim.task.options.get(_REQUEST, {})
+    for turn in claim.turns:
+        conversation = Conversation(messages, tuple(tools), tuple(facts.get("stops", ())))
+        tokens = (len(context_ids(claim.turns, turn.index)), len(turn.token_ids))
+        reply = _reply(form, turn.text, conversation, turn.index, claim.episode_id, turn.finish == "length", tokens)
+        result.append((conversation, reply))
+        if turn.step is None:
+            return result
+        facts = turn.step.info.get(_REQUEST, {})
+        if turn.step.history is None:
+            messages = (*messages, reply.message, *turn.step.observation)
+        else:
+            messages, tools = turn.step.history, facts.get("tools", tools)
+    result.append((Conversation(messages, tuple(tools), tuple(facts.get("stops", ()))), None))
+    return result
+
+
+class RecordedConversation(Env):
+    """The conversation of the client that asks at `endpoint`, journaled as `claim`. It ends after `idle_s` seconds
+    without a request, or by `finish`. `moved` gets the places behind each request, and behind its answer once there is
+    one.
+
+    A conversation that is `restored` goes on behind the turns of its journal. Its client repeats the last request, or
+    goes on from the answer; one that `repeats` begins at the first, as a program does that was started anew, and gets
+    the journal's answers as long as it asks the same."""
+
+    replayable = True
+    policy_writes_prompts = True
+
+    def __init__(
+        self,
+        claim: Claim,
+        endpoint: ModelEndpoint,
+        *,
+        idle_s: float,
+        moved: Callable[[bytes, bytes | None], None],
+        restored: Sequence[tuple[Conversation, Reply | None]] = (),
+        repeats: bool = False,
+    ) -> None:
+        self._claim, self._endpoint, self._idle_s, self._moved = claim, endpoint, idle_s, moved
+        self._restored = restored
+        self._repeated = restored if repeats else restored[-1:]
+        self._past = [turn.step for turn in claim.turns if turn.step is not None] if restored else []
+        self._turn = 0  # the index of the next action
+        self._conversation = restored[-1][0] if restored else Conversation(())
+        self._asked = _place(self._conversation)
+        self._current: Pending | None = None  # it waits for the next action
+        self._ahead: Pending | None = None  # it came after the next action, which the client has read before
+        self._is_found = not restored  # whether `_find_current` has nothing more to find
+        self._is_finishing = False
+        self._verdict: Info = {}
+        self._tokens = (0, 0)
+
+    # --- the recorder's side
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits, and nothing is sampled: it waits for the next request."""
+        return self._current is None and not self._endpoint.requests.has_next and not self._endpoint.requests.is_open
+
+    def finish(self, verdict: Info) -> None:
+        """End the conversation once nobody waits for an answer; its last step has the keys of `verdict`."""
+        self._verdict, self._is_finishing = verdict, True
+        self._endpoint.announce()
+
+    async def asked(self) -> Conversation | None:
+        """The conversation that the next action answers, as its client asked; None if the client has gone on."""
+        await self._find_current()
+        return None if self._current is None else self._current.conversation
+
+    def note_prompt(self, tokens: int) -> None:
+        """Note how many tokens the turn to come has before it."""
+        self._tokens = (tokens, 0)
+
+    def made_for(self, task: Task) -> RecordedConversation:
+        """The environment of the conversation's task: this one."""
+        return self
+
+    # --- the contract
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        return [dict(tool) for tool in self._conversation.tools]
+
+    def charge_tokens(self, count: int) -> None:
+        self._tokens = (self._tokens[0], count)
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        await super().areset(seed=seed)
+        if self._restored:
+            return self._claim.start or (), {}
+        pending = await self._next()
+        if pending is None:
+            raise EnvError("no client asked for anything")
+        self._take(pending)
+        return _copied(pending.conversation.messages), {}
+
+    async def astep(self, action: str) -> StepResult:
+        index, self._turn = self._turn, self._turn + 1
+        if index < len(self._past):
+            step = self._past[index]
+            return step.observation, 0.0, False, False, {} if step.history is None else {"history": list(step.history)}
+        await self._find_current()
+        pending, self._current = self._current, None
+        is_lost = pending is None
+        asked = self._conversation if pending is None else pending.conversation
+        form, episode_id = format_of(self), self._claim.episode_id
+        reply = _reply(form, action, asked, index, episode_id, self.action_cut, self._tokens)
+        if pending is not None:
+            self._endpoint.requests.answer(reply)
+        answered = transcripts.after(self._asked, reply.message)
+        self._moved(self._asked, answered)
+        pending = self._ahead or await self._next()
+        self._ahead = None
+        # Sampled to its end for a client that has gone elsewhere: nobody has read it.
+        is_unread = self._endpoint.requests.is_unread or (is_lost and self._restored[-1][1] is None)
+        info: Info = {"masked": True} if is_unread else {}
+        if pending is None:
+            return (), 0.0, True, False, {"stop_reason": StopReason.DONE.value, **info, **self._verdict}
+        before = self._conversation
+        self._take(pending)
+        now, count = pending.conversation, len(before.messages) + 1
+        with_tools = now.tools != before.tools
+        info |= request_facts(now, with_tools=with_tools)
+        if not with_tools and len(now.messages) >= count and transcripts.places(now)[count] == answered:
+            return _copied(with_tool_names(now.messages[count:], reply)), 0.0, False, False, info
+        return (), 0.0, False, False, {**info, "history": list(_copied(now.messages))}
+
+    # --- inside
+
+    def _take(self, pending: Pending) -> None:
+        self._current, self._conversation = pending, pending.conversation
+        self._asked = _place(pending.conversation)
+        self._moved(self._asked, None)
+
+    async def _find_current(self) -> None:
+        """In a restored conversation, wait for its client: it repeats the last request, or it goes on from the answer
+        to that one, or elsewhere."""
+        requests = self._endpoint.requests
+        while not self._is_found:
+            (conversation, reply), *later = self._repeated
+            pending = await self._next()
+            is_same = pending is not None and _place(pending.conversation) == _place(conversation)
+            if is_same and later and reply is not None:
+                requests.answer(reply)
+                self._repeated = later
+                continue
+            self._current, self._ahead = (pending, None) if is_same else (None, pending)
+            self._is_found = True
+
+    async def _next(self) -> Pending | None:
+        """The next request; None if none came in time, or the conversation is to end."""
+        requests = self._endpoint.requests
+        # The client's time, which nobody pays for: it may be a person who thinks.
+        with trio.move_on_after(self._idle_s), host_time("a client's request", deadline_s=math.inf):
+            while not self._is_finishing or requests.is_open or requests.has_next:
+                if (pending := requests.next(trio.current_time())) is not None:
+                    return pending
+                await self._endpoint.news()
+        requests.end(trio.current_time())
+        return None
+
+
+def _reply(
+    form: ToolFormat,
+    action: str,
+    asked: Conversation,
+    index: int,
+    episode_id: int,
+    is_cut: bool,
+    tokens: tuple[int, int],
+) -> Reply:
+    reply = reply_of(form, action, asked, id=f"{index + 1:04d}", is_cut=is_cut)
+    return replace(reply, prefix=f"{episode_id}-", tokens=tokens)
+
+
+def _place(conversation: Conversation) -> bytes:
+    return transcripts.places(conversation)[-1]
+
+
+def _copied(messages: Sequence[Message]) -> Messages:
+    return tuple(cast(Message, json.loads(json.dumps(message))) for message in messages)

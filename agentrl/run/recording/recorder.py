@@ -1,0 +1,374 @@
+"""Which conversation a request belongs to, and the life of each: it begins, sleeps, goes on and ends.
+
+    request ─► session id, id of an earlier response, or the conversation itself ─► its conversation, or a new one
+            ─► an episode plays it (`agentrl.rollout.episode`) ─► the answer, once its turn is journaled
+
+A conversation sleeps if its client has been silent while others needed the room: then its episode is in the store
+alone, and this process keeps two digests of it. All conversations of a recorder that was killed begin asleep. Knows
+HTTP by requests and responses; never opens a socket, a folder or an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import trio
+
+from agentrl.env.agent_programs.model_apis import Api, Conversation, Responses, apis
+from agentrl.env.agent_programs.model_endpoint import (
+    ModelEndpoint,
+    Request,
+    RequestReader,
+    Response,
+    is_retry,
+    written,
+)
+from agentrl.env.agent_programs.request_checks import UnservedRequest, shown
+from agentrl.env.core import Info
+from agentrl.env.tools.parsers import DEFAULT, get_format
+from agentrl.http.http_server import Typed
+from agentrl.records import StopReason, Task
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.drain import HandedBack
+from agentrl.rollout.episode import play
+from agentrl.run.recording import transcripts
+from agentrl.run.recording.client_sampling import KEYS, ClientSampling, check_sampling
+from agentrl.run.recording.recorded_env import ENV, Exchanges, RecordedConversation, exchanges, request_facts
+from agentrl.store import Claim, Ending
+from agentrl.store.journal_writer import JournalWriter
+
+log = logging.getLogger(__name__)
+
+SESSION_HEADER: Final = "x-session-id"
+_SESSION: Final = re.compile(r"[\w.:-]{1,128}")
+_SESSION_PATH: Final = re.compile(r"/session/([^/]*)(/.*)")
+_RESPONSE: Final = re.compile(r"resp_(\d+)-\d+")
+_AT_ONCE: Final = 256  # claims of one call
+_SWEEP_S: Final = 30.0  # between two looks for conversations that sleep for too long
+_END_S: Final = 10.0  # for conversations to end at the recorder's end
+_ASK_AGAIN: Final = "ask again"
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """One conversation. `claim` has the episode's fence and task, and no turns. While it is awake it has an `env`, in
+    a task that ends with `scope`."""
+
+    claim: Claim
+    session: str = ""
+    asked: bytes = b""
+    answered: bytes | None = None
+    """The places behind its last request, and behind the answer to it if there is one."""
+    endpoint: ModelEndpoint = field(default_factory=ModelEndpoint)
+    env: RecordedConversation | None = None
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    left: trio.Event = field(default_factory=trio.Event)
+    """Set when its task has ended."""
+    used_s: float = 0.0
+    is_over: bool = False
+
+
+class Recorder:
+    """Answers the requests of any number of clients. `awake` bounds the conversations whose messages are in memory,
+    `most` all of them; `idle_s` ends one after so many seconds without a request. `name` is the worker's in the
+    store, `purpose` that of the groups. Clients that come back to a recorder that was killed begin anew if it
+    `repeats`, and else where they were."""
+
+    def __init__(
+        self,
+        store: JournalWriter,
+        context: RolloutContext,
+        nursery: trio.Nursery,
+        *,
+        name: str,
+        model: str,
+        purpose: str,
+        idle_s: float,
+        awake: int,
+        most: int,
+        repeats: bool = False,
+    ) -> None:
+        self._store, self._context, self._nursery = store, context, nursery
+        self._name, self._model, self._purpose = name, model, purpose
+        self._idle_s, self._awake, self._most = idle_s, awake, most
+        self._repeats = repeats
+        self._apis = apis(KEYS)
+        self._conversations: dict[int, Recorded] = {}  # by episode, the longest unused first
+        self._by_session: dict[str, Recorded] = {}
+        self._by_place: dict[bytes, dict[Recorded, None]] = {}  # those without a session
+        self._changing = trio.Lock()
+        self._number = 0  # of the next conversation
+        self._is_ending = False
+
+    # --- requests
+
+    async def answer(
+        self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
+    ) -> tuple[int, Typed]:
+        """Answer a request; see `Handler` in `agentrl.http.http_server`."""
+        session, path = self._session_of(path, headers)
+        request = Request(method, path, headers, content)
+        api = self._apis.get(path)
+        if method == "GET" and path == "/v1/models":
+            models = [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]
+            return written(Response(200, {"object": "list", "data": models}))
+        if api is None or method != "POST":
+            return written(Response(404, {"error": {"message": f"{method} {shown(path)} is not served"}}))
+        try:
+            return written(await self._answered(api, session, request))
+        except UnservedRequest as error:
+            return written(Response(400, api.error(str(error))))
+
+    def _session_of(self, path: str, headers: Mapping[str, str]) -> tuple[str, str]:
+        """The session that a request names, empty without one, and the path of its API."""
+        session = headers.get(SESSION_HEADER, "")
+        if (parts := _SESSION_PATH.fullmatch(path)) is not None:
+            session, path = parts[1], parts[2]
+        return session, path
+
+    async def _answered(self, api: Api, session: str, request: Request) -> Response:
+        if session and _SESSION.fullmatch(session) is None:
+            raise UnservedRequest(f"session {shown(session)}: give at most 128 letters, digits and _ . : -")
+        while not self._is_ending:
+            recorded = self._by_session.get(session) if session else self._of_earlier(api, request.content)
+            if recorded is not None:
+                await self._wake(recorded)
+            served = api if recorded is None else recorded.endpoint.apis[api.path]
+            body, conversation = await RequestReader().read(served, request.content)
+            check_sampling(conversation)
+            async with self._changing:
+                if recorded is None:
+                    recorded = self._by_session.get(session) if session else self._continued(api, request, conversation)
+                if recorded is None and len(self._conversations) >= self._most:
+                    return Response(503, api.error(f"{self._most} conversations go on, the most that are recorded"))
+                recorded = recorded or await self._begin(api, session, conversation)
+            await self._wake(recorded)
+            if recorded.is_over:  # it ended while the request was read
+                continue
+            self._conversations[recorded.claim.episode_id] = self._conversations.pop(recorded.claim.episode_id)
+            recorded.used_s = trio.current_time()
+            endpoint = recorded.endpoint
+            return await endpoint.answered(endpoint.apis[api.path], body, conversation, is_retry=is_retry(request))
+        return Response(503, api.error(f"the recorder ends: {_ASK_AGAIN} when it is back"))
+
+    def _of_earlier(self, api: Api, content: bytes) -> Recorded | None:
+        """The conversation of the earlier response that a request goes on from."""
+        if not isinstance(api, Responses) or b'"previous_response_id"' not in content:
+            return None
+        with suppress(ValueError, RecursionError, AttributeError):  # the reader says what is wrong with the body
+            named = _RESPONSE.fullmatch(str(json.loads(content).get("previous_response_id")))
+            return None if named is None else self._conversations.get(int(named[1]))
+        return None
+
+    def _continued(self, api: Api, request: Request, conversation: Conversation) -> Recorded | None:
+        """The conversation that a request repeats or goes on with, of two the newer; those that name a session are
+        left out."""
+        *before, asked = transcripts.places(conversation)
+        for recorded in reversed(self._by_place.get(asked, {})):
+            requests = recorded.endpoint.requests
+            is_same = requests.is_repeated_by(api.path, conversation, is_retry=is_retry(request))
+            if recorded.asked == asked and (recorded.env is None or is_same):
+                return recorded
+        for place in (asked, *reversed(before)):
+            for recorded in reversed(self._by_place.get(place, {})):
+                if recorded.answered == place:
+                    return recorded
+        return None
+
+    # --- the life of a conversation
+
+    async def _begin(self, api: Api, session: str, conversation: Conversation) -> Recorded:
+        number, self._number = self._number, self._number + 1
+        named = {"session": session} if session else {}
+        options = {"api": api.path, **named, **request_facts(conversation)}
+        # A number of its own: episodes of one task compete in `agentrl export-episodes --best-of`, and nobody knows
+        # whether two conversations had the same task.
+        task = Task(index=number, env=ENV, seed=number, options=options)
+        (group_id,) = await self._store.write(
+            partial(self._store.store.groups.add_groups, [task], size=1, purpose=self._purpose)
+        )
+        while True:
+            (claim,) = await self._store.claim(self._name, 1, lease_s=self._context.settings.lease_s)
+            if claim.group_id == group_id:
+                break
+            await self._give_up(claim, "a recorded conversation cannot be played by anybody but its client")
+        recorded = Recorded(replace(claim, start=None), session)
+        self._keep(recorded)
+        self._start(recorded, claim, [])
+        return recorded
+
+    async def restore(self) -> None:
+        """Take over the conversations of the recorder that had the folder before: they sleep until their clients come
+        back."""
+        counts = await self._store.read(lambda store: store.groups.counts(self._purpose))
+        self._number = sum(counts.values())
+        lease_s = self._context.settings.lease_s
+        # Nobody else plays here, as the folder's lock says: the leases of a dead recorder are over, whatever they say.
+        while claims := await self._store.claim(self._name, _AT_ONCE, lease_s=lease_s, now=time.time() + 2 * lease_s):
+            for claim in claims:
+                await self._take_over(claim)
+
+    async def _take_over(self, claim: Claim) -> None:
+        if claim.start is None or claim.fork_turn is not None:
+            await self._give_up(claim, "the recorder ended before its first request was written")
+            return
+        session = str(claim.task.options.get("session", ""))
+        recorded = Recorded(replace(claim, start=None, turns=(), partial=None), session)
+        recorded.used_s = trio.current_time()
+        past = self._exchanges(claim)
+        asked = transcripts.places(past[-1][0])[-1]
+        reply = past[-1][1]
+        self._keep(recorded)
+        self._move(recorded, asked, None if reply is None else transcripts.after(asked, reply.message))
+        last = claim.turns[-1].step if claim.turns else None
+        if last is not None and (last.terminated or last.truncated):  # only its end is not written
+            await self._wake(recorded)
+
+    async def _give_up(self, claim: Claim, why: str) -> None:
+        """End an episode that nobody goes on with; it is never scored."""
+        await self._store.finish(claim.episode_id, claim.fence, Ending(stop_reason=StopReason.EXPIRED, detail=why))
+
+    async def _wake(self, recorded: Recorded) -> None:
+        """Have a conversation's episode played, unless it is."""
+        async with self._changing:
+            if recorded.scope.cancel_called:
+                await recorded.left.wait()
+            if recorded.is_over or recorded.env is not None:
+                return
+            claim = await self._store.reload(recorded.claim)
+            self._start(recorded, claim, self._exchanges(claim))
+
+    def _exchanges(self, claim: Claim) -> Exchanges:
+        return exchanges(claim, get_format(self._context.renderer.tool_format or DEFAULT))
+
+    def _start(self, recorded: Recorded, claim: Claim, past: Exchanges) -> None:
+        recorded.endpoint = endpoint = ModelEndpoint(served=apis(KEYS))
+        for conversation, reply in past:
+            if reply is not None:
+                for api in endpoint.apis.values():
+                    api.remember(conversation, reply)
+        recorded.scope, recorded.left = trio.CancelScope(), trio.Event()
+        recorded.env = env = RecordedConversation(
+            claim,
+            endpoint,
+            idle_s=self._idle_s,
+            moved=partial(self._move, recorded),
+            restored=past,
+            repeats=self._repeats,
+        )
+        self._nursery.start_soon(self._play, recorded, env, claim)
+        awake = [other for other in self._conversations.values() if other.env is not None]
+        for other in awake[: max(0, len(awake) - self._awake)]:
+            # In the order in which they were used last. One whose client waits stays awake.
+            if other is not recorded and other.env is not None and other.env.is_idle and other.answered is not None:
+                other.scope.cancel()
+
+    async def _play(self, recorded: Recorded, env: RecordedConversation, claim: Claim) -> None:
+        context = self._context
+        sampling = ClientSampling(context.engine, env.asked, context.renderer.decode, env.note_prompt)
+        refusal: tuple[int, str] = (503, f"the conversation is over: {_ASK_AGAIN}")
+        sleeps = False
+        try:
+            with recorded.scope:
+                cause = await play(claim, replace(context, engine=sampling, make_env=env.made_for))
+                if cause.stop_reason in (StopReason.CONTEXT_LIMIT, StopReason.POLICY_FAULT):
+                    refusal = (400, f"{cause.stop_reason.value}: {cause.detail}")
+                elif cause.detail:
+                    refusal = (503, f"{cause.detail}; {_ASK_AGAIN}")
+            sleeps = recorded.scope.cancelled_caught
+        except HandedBack:
+            refusal = (503, f"the recorder ends: {_ASK_AGAIN} when it is back")
+        finally:
+            recorded.env = None
+            if not sleeps:
+                recorded.is_over = True
+                self._forget(recorded)
+            recorded.endpoint.refusal = refusal
+            recorded.endpoint.requests.close()
+            recorded.left.set()
+
+    def _keep(self, recorded: Recorded) -> None:
+        self._conversations[recorded.claim.episode_id] = recorded
+        if recorded.session:
+            self._by_session[recorded.session] = recorded
+
+    def _forget(self, recorded: Recorded) -> None:
+        self._conversations.pop(recorded.claim.episode_id, None)
+        if self._by_session.get(recorded.session) is recorded:
+            del self._by_session[recorded.session]
+        self._unplace(recorded)
+
+    def _move(self, recorded: Recorded, asked: bytes, answered: bytes | None) -> None:
+        """Note where a conversation stands."""
+        self._unplace(recorded)
+        recorded.asked, recorded.answered = asked, answered
+        if not recorded.session:
+            for place in (asked, *([] if answered is None else [answered])):
+                self._by_place.setdefault(place, {})[recorded] = None
+
+    def _unplace(self, recorded: Recorded) -> None:
+        for place in (recorded.asked, recorded.answered or b""):
+            if (others := self._by_place.get(place)) is not None:
+                others.pop(recorded, None)
+                if not others:
+                    del self._by_place[place]
+
+    # --- ends
+
+    async def keep_leases(self) -> None:
+        """Renew the leases of all conversations, for ever."""
+        lease_s = self._context.settings.lease_s
+        while True:
+            await trio.sleep(lease_s / 3)
+            await self._store.renew(self._name, lease_s=lease_s)
+
+    async def end_sleepers(self) -> None:
+        """End the conversations that sleep for longer than `idle_s`, for ever; those awake end by themselves."""
+        while True:
+            await trio.sleep(min(_SWEEP_S, self._idle_s))
+            until = trio.current_time() - self._idle_s
+            for recorded in list(self._conversations.values()):
+                if recorded.env is None and recorded.used_s < until:
+                    await self._end(recorded, {})
+
+    async def end_session(self, session: str, verdict: Info) -> None:
+        """End the conversation of a session, if there is one; its last step has the keys of `verdict`. Returns when it
+        has ended."""
+        if (recorded := self._by_session.get(session)) is not None:
+            await self._end(recorded, verdict)
+            await recorded.left.wait()
+
+    async def _end(self, recorded: Recorded, verdict: Info) -> None:
+        """End a conversation once nobody waits for an answer. One that sleeps amid a turn is given up: nobody would
+        read the rest."""
+        if recorded.env is None and recorded.answered is None and not recorded.is_over:
+            await self._give_up(recorded.claim, "its client did not come back for the answer")
+            recorded.is_over = True
+            self._forget(recorded)
+            recorded.left.set()
+            return
+        await self._wake(recorded)
+        if recorded.env is not None:
+            recorded.env.finish(verdict)
+
+    async def aclose(self) -> None:
+        """End the conversations whose last answer is out; those amid a turn go on when a recorder has this folder
+        again."""
+        self._is_ending = True
+        with trio.move_on_after(_END_S):
+            for recorded in list(self._conversations.values()):
+                if recorded.answered is not None:
+                    await self._end(recorded, {})
+            self._context.gate.break_off()
+            for recorded in list(self._conversations.values()):
+                if recorded.env is not None:
+                    await recorded.left.wait()
+        await self._store.hand_back(self._name)
