@@ -80,18 +80,21 @@ def record(settings: RecordSettings) -> int:
     for a folder that is no recorder's or is in use, EngineUnavailable if no engine answers."""
     if settings.no_key and settings.key_variable is not None:
         raise UsageError("--no-key and --api-key-env: give one of them")
-    folder = model_dir(settings.model)
-    run = RunDir(settings.out)
-    room = settings.max_context or trio.run(_room, settings, folder)
-    if run.store_path.exists():
-        _check(run, settings)
-    else:
-        run = RunDir.create(settings.out, _config(settings, room))
+    run, config = opened_folder(settings)
     with run.lock(f"end it first, or give another --out than {settings.out}"):
-        config = _config(settings, room)
         with RunStore.open(run.store_path) as store:
             run.write_config(config, store)  # the engine may be another one than before
         return trio.run(_record, settings, run, config, clock=HostClock())
+
+
+def opened_folder(settings: RecordSettings) -> tuple[RunDir, RunConfig]:
+    """The folder of the recordings, new or as it is, and the settings with which they go on. Raises as `record`."""
+    room = settings.max_context or trio.run(_room, settings, model_dir(settings.model))
+    run, config = RunDir(settings.out), _config(settings, room)
+    if not run.store_path.exists():
+        return RunDir.create(settings.out, config), config
+    _check(run, settings)
+    return run, config
 
 
 def _config(settings: RecordSettings, room: int) -> RunConfig:
@@ -159,21 +162,32 @@ async def _room(settings: RecordSettings, folder: Path) -> int:
 
 
 async def _record(settings: RecordSettings, run: RunDir, config: RunConfig) -> int:
-    folder = model_dir(settings.model)
-    renderer = renderer_of(config)
     key = _key(settings, run)
-    status = 0
+    async with serving(settings, run, config, key) as (recorder, port):
+        if settings.command:
+            return await _run_command(settings, recorder, port, key or "")
+        for line in _announced(settings, port, key):
+            print(line, flush=True)
+        await _signalled()
+        return 0
+
+
+@asynccontextmanager
+async def serving(
+    settings: RecordSettings, run: RunDir, config: RunConfig, key: str | None
+) -> AsyncGenerator[tuple[Recorder, int]]:
+    """A recorder over the folder `run`, and the port at which it answers, for as long as the block runs. Its caller
+    holds the folder's lock."""
+    folder, renderer = model_dir(settings.model), renderer_of(config)
     async with AsyncExitStack() as stack:
         opened = stack.enter_context(closing(RunStore.open(run.store_path)))
         reader = stack.enter_context(closing(RunStore.read(run.store_path, away_s=0)))
         store = await stack.enter_async_context(JournalWriter(opened, reader, disk_wait_s=_DISK_S))
         client = _client(settings, config, folder)
-        fleet = Fleet.configured(
-            [client], config.engine, decode=renderer.decode, knows=partial(_note_version, store, set())
-        )
+        knows = partial(_note_version, store, set[int]())
+        fleet = Fleet.configured([client], config.engine, decode=renderer.decode, knows=knows)
         await stack.enter_async_context(_closed(fleet))
         listeners = await _listeners(settings)
-        port = listeners[0].socket.getsockname()[1]
         async with trio.open_nursery() as nursery:
             recorder = _recorder(settings, config, store, fleet, renderer, nursery)
             await recorder.restore()
@@ -182,16 +196,10 @@ async def _record(settings: RecordSettings, run: RunDir, config: RunConfig) -> i
             nursery.start_soon(recorder.end_sleepers)
             bounds = ServerBounds(body_bytes=MAX_BODY)
             nursery.start_soon(partial(listen, recorder, listeners, bounds=bounds, refuses=partial(_refuses, key)))
-            if settings.command:
-                status = await _run_command(settings, recorder, port, key or "")
-            else:
-                for line in _announced(settings, port, key):
-                    print(line, flush=True)
-                await _signalled()
+            yield recorder, listeners[0].socket.getsockname()[1]
             with trio.CancelScope(shield=True):
                 await recorder.aclose()
             nursery.cancel_scope.cancel()
-    return status
 
 
 @asynccontextmanager
