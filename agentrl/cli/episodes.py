@@ -78,6 +78,8 @@ def export_episodes(
         print(f"{exported.untaught} are not in it: each of their turns was cut by its length, or masked")
     if exported.rewritten:
         print(f"{exported.rewritten} are not in it: no single conversation; --format tokens has them")
+    if exported.texts:
+        print(f"{exported.texts} are not in it: recorded as text, without tokens; --format messages has them, marked")
     if exported.dropped:
         print(
             f"{exported.dropped} are not in it: retention dropped their tokens (buffer.keep_steps);"

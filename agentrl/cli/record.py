@@ -12,12 +12,17 @@ from agentrl.host.quick_imports import quick_imports
 
 def record(
     engine: Annotated[str, typer.Option(help="The URL of a running engine, as agentrl serve prints it")],
-    model: Annotated[str, typer.Option(help="The model that it serves: a folder, a registered id or one of the hub")],
+    model: Annotated[
+        str, typer.Option(help="The model that it serves: a folder or an id; its name there with --kind openai")
+    ],
     out: Annotated[Path, typer.Option(help="The folder of the recordings; the same one again goes on with it")],
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="A program to start and to record")
     ] = None,
-    kind: Annotated[Literal["vllm", "sglang", "embedded"], typer.Option(help="Which engine it is")] = "vllm",
+    kind: Annotated[
+        Literal["vllm", "sglang", "embedded", "openai"],
+        typer.Option(help="Which engine it is; openai: any other server, recorded as text"),
+    ] = "vllm",
     key_variable: Annotated[str | None, typer.Option(help="The environment variable with the engine's key")] = None,
     host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8644,

@@ -37,7 +37,7 @@ from agentrl.records import Json, Message, Messages, StopReason, Task, Trajector
 
 _TASK = Task(index=0, env="agentrl/demonstrations", seed=0)
 _ORIGIN_KEYS = frozenset(
-    {"episode", "env", "seed", "outcome", "oracle"}
+    {"episode", "env", "seed", "outcome", "oracle", "text_only"}
 )  # that `agentrl export-episodes` and `demos` write
 _TALK_KEYS = _ORIGIN_KEYS | {"messages", "tools", "functions"}
 _PAIR_KEYS = _ORIGIN_KEYS | {"prompt", "completion", "tools", "functions"}

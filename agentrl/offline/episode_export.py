@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from agentrl.errors import UsageError
 from agentrl.offline.conversations import conversation, has_broken_call
 from agentrl.records import POLICY, Message, Trajectory, Turn
-from agentrl.store import TRAIN, EpisodeRow
+from agentrl.store import TEXT, TRAIN, EpisodeRow
 from agentrl.store.codec import pack_identity
 from agentrl.store.reads import Readers
 
@@ -26,9 +26,9 @@ _PAGE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Choice among the scored training episodes of each task. The first `best_of` (None: all) compete; those with an
-    outcome of at least `min_outcome` stay, the best `per_task` of them, of two as good the earlier. With `best_of`
-    alone, one."""
+    """Choice among the scored episodes of each task: those of training, and conversations that were recorded as text.
+    The first `best_of` (None: all) compete; those with an outcome of at least `min_outcome` stay, the best `per_task`
+    of them, of two as good the earlier. With `best_of` alone, one."""
 
     best_of: int | None = None
     min_outcome: float | None = None
@@ -62,11 +62,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Selected:
-    """How many episodes are in the file, and how many were left out: their tokens are gone, they are no single
-    conversation, or no turn of theirs is to be learned (`untaught`). Of the turns in the file, `broken_calls` hold a
-    call that is not well-formed, and stand as text; `cut` ended by their length, and stand as context."""
+    """How many episodes are in the file, and how many were left out: their tokens are gone, nobody ever knew them
+    (`texts`), they are no single conversation, or no turn of theirs is to be learned (`untaught`). Of the turns in the
+    file, `broken_calls` hold a call that is not well-formed, and stand as text; `cut` ended by their length, and stand
+    as context."""
 
     written: int = 0
+    texts: int = 0
     dropped: int = 0
     rewritten: int = 0
     untaught: int = 0
@@ -82,25 +84,31 @@ def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_th
         # One episode at a time: the choice needs a number and an outcome for each, and only what is written needs its
         # tokens in memory, for a moment.
         with out.open("w", encoding="utf-8") as export_file:
+            text_episodes = {episode_row.id for episode_row in _rows(reads, (TEXT,))}
             for episode_id in choice.of(reads):
+                if episode_id in text_episodes and form == "tokens":
+                    selected.texts += 1
+                    continue
                 trajectory = reads.trajectory(episode_id)
                 if form == "messages":
                     export_line = _message_line(trajectory, selected, splits_thoughts=splits_thoughts)
                 else:
                     export_line = _token_line(trajectory, selected)
                 if export_line is not None:
-                    export_file.write(json.dumps({**export_line, **_origin(trajectory)}) + "\n")
+                    text_mark = {"text_only": True} if episode_id in text_episodes else {}
+                    export_file.write(json.dumps({**export_line, **_origin(trajectory), **text_mark}) + "\n")
                     selected.written += 1
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from error
     return selected
 
 
-def _rows(reads: Readers) -> Iterator[EpisodeRow]:
-    after_id = 0
-    while episode_page := reads.episodes(TRAIN, after=after_id, limit=_PAGE):
-        yield from episode_page
-        after_id = episode_page[-1].id
+def _rows(reads: Readers, purposes: Sequence[str] = (TRAIN, TEXT)) -> Iterator[EpisodeRow]:
+    for purpose in purposes:
+        after_id = 0
+        while episode_page := reads.episodes(purpose, after=after_id, limit=_PAGE):
+            yield from episode_page
+            after_id = episode_page[-1].id
 
 
 def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts: bool) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ from agentrl.store.databases.driver import damaged
 from agentrl.store.databases.open_store import connect, look
 from agentrl.store.episode_search import EpisodeFilter, EpisodeSearch, Searched
 from agentrl.store.episodes.endings import Ending
-from agentrl.store.episodes.groups import TRAIN, Groups
+from agentrl.store.episodes.groups import TEXT, TRAIN, Groups
 from agentrl.store.episodes.journal import EnvSnapshot, Journal
 from agentrl.store.episodes.leases import Claim, Leases
 from agentrl.store.episodes.partial_turns import Partial
@@ -81,6 +81,7 @@ from agentrl.store.versions import Versions
 
 __all__ = [
     "FULL",
+    "TEXT",
     "TRAIN",
     "AdmissionBounds",
     "Checkpoint",

@@ -45,7 +45,7 @@ def engine(answer: Callable[[str], str], **fields: Any) -> FakeVLLM:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A recorder at work. `crash` ends it as a kill does: nothing more is written, nobody gets an answer."""
+    """A recorder at work, and its folder."""
 
     url: str
     folder: Path
@@ -54,10 +54,10 @@ class Running:
         return episodes(self.folder)
 
 
-def episodes(folder: Path) -> list[Trajectory]:
+def episodes(folder: Path, purpose: str = TRAIN) -> list[Trajectory]:
     """All conversations of a folder, in the order in which they began."""
     with RunStore.read(RunDir(folder).store_path) as store:
-        return [store.reads.trajectory(row.id) for row in store.reads.episodes(TRAIN, after=0, limit=1000)]
+        return [store.reads.trajectory(row.id) for row in store.reads.episodes(purpose, after=0, limit=1000)]
 
 
 @contextmanager

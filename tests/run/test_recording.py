@@ -10,14 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+from commands import agentrl
 from each_case import each_case
 
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.records import StopReason, Trajectory, context_ids
+from agentrl.store import TEXT
 from tests.parts.served_vllm import in_thread
 from tests.parts.vllm_server import FakeVLLM, made_up_logprob
-from tests.run.recordings import RENDERER, Running, engine, recorder
+from tests.run.recordings import RENDERER, Running, engine, episodes, recorder
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CALL = "I look. " + get_format("hermes").write(ToolCall("weather", {"city": "Rome"}))
@@ -236,6 +238,39 @@ def test_conversations_that_sleep_go_on_where_they_were(fake: FakeVLLM, tmp_path
     for trajectory, text in zip(running.episodes(), told, strict=True):
         check_tokens(trajectory, f"You said {text!r}.", f"You said 'more of {text}'.")
         assert [turn.parent for turn in trajectory.turns] == [None, 0]
+
+
+def completion(text: str) -> bytes:
+    """An answer of a server that gives no tokens."""
+    message = {"role": "assistant", "content": text}
+    return json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+
+def test_an_upstream_without_tokens_is_recorded_as_text_and_says_so(tmp_path: Path) -> None:
+    server = FakeVLLM(lacks={"tokens"}, answers={"/v1/chat/completions": (200, completion("Fine."))})
+    folder, out = tmp_path / "recorded", tmp_path / "out.jsonl"
+    with in_thread(server) as served:
+        with recorder(folder, served.url, kind="openai") as running:
+            first = ask(running.url, user("How?"), temperature=0.5)
+            copy = killed(running, tmp_path / "killed")
+        with recorder(copy, served.url, kind="openai") as again:
+            ask(again.url, user("How?"), first, user("And?"))
+    assert episodes(folder) == [] and episodes(copy) == [], "none of it is trained"
+    (trajectory,) = episodes(copy, TEXT)
+    assert [(turn.text, turn.token_ids) for turn in trajectory.turns] == [("Fine.", ()), ("Fine.", ())]
+    assert agentrl("export-episodes", copy, "--out", out).out == f"1 episodes in {out}\n"
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert line["text_only"] is True
+    assert [message["content"] for message in line["messages"]] == ["How?", "Fine.", "And?", "Fine."]
+    assert "recorded as text" in agentrl("export-episodes", copy, "--out", out, "--format", "tokens").out
+    assert out.read_text() == ""
+
+
+def test_the_folder_is_read_as_a_run_is(running: Running, tmp_path: Path) -> None:
+    ask(running.url, user("one"))
+    copy = killed(running, tmp_path / "killed")
+    assert agentrl("audit", copy).code == 0
+    assert agentrl("status", copy, "--json").code == 0
 
 
 def test_a_conversation_beyond_the_most_is_refused_for_now(fake: FakeVLLM, tmp_path: Path) -> None:

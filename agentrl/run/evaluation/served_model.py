@@ -57,9 +57,9 @@ class ServedModel:
         self._returns_thoughts = True
         self._has_answered = False
         self.tokens: int | None = 0
-        self.policy = TextPolicy(self._ask, tool_format=env.template_format)
+        self.policy = TextPolicy(self.answer, tool_format=env.template_format)
 
-    async def _ask(
+    async def answer(
         self, messages: list[Message], news: list[Message], tools: Sequence[Mapping[str, Json]]
     ) -> TextAnswer:
         """The model's next action. Raises EngineError."""
@@ -79,7 +79,7 @@ class ServedModel:
             elif not self._has_answered and not self._writes_calls_as_text and tools and "tool" in error.reason:
                 warn(f"{error}: its model reads the tools as text, and writes calls so")
                 self._writes_calls_as_text = True
-                return await self._ask(messages, news, tools)
+                return await self.answer(messages, news, tools)
             else:
                 raise
         self._has_answered = True

@@ -12,9 +12,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from ipaddress import ip_address
@@ -25,11 +25,13 @@ import trio
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
+from agentrl.config.run_config import key_in
 from agentrl.engine.client import EngineClient
-from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.router.router import Fleet
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Response, written
 from agentrl.env.agent_programs.session import Session
+from agentrl.env.tools.parsers import DEFAULT
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.clocks import HostClock
@@ -38,31 +40,37 @@ from agentrl.http.bounds import ServerBounds
 from agentrl.http.http_server import Typed, listen
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.rollout.context import RolloutContext
-from agentrl.run.recording.recorded_env import ENV
+from agentrl.rollout.drain import TurnGate
+from agentrl.run.recording.client_sampling import ClientSampling
+from agentrl.run.recording.recorded_env import ENV, RecordedConversation
 from agentrl.run.recording.recorder import Recorder
+from agentrl.run.recording.text_upstream import TextUpstream
 from agentrl.run.run_folder import RunDir
-from agentrl.store import TRAIN, RunStore
+from agentrl.store import TEXT, TRAIN, RunStore
 from agentrl.store.journal_writer import JournalWriter
 
-EngineKind = Literal["embedded", "vllm", "sglang"]
+Upstream = Literal["embedded", "vllm", "sglang", "openai"]
 
 _KEY_FILE: Final = "record.key"
 _KEY_VARIABLE: Final = "AGENTRL_RECORD_KEY"  # the variable that the printed lines name for a key that was made
 _CONTEXT: Final = 32_768  # tokens of a conversation where neither engine nor model says how many it takes
 _DISK_S: Final = 60.0  # how long a write waits for space on a full disk
+_ANSWER_S: Final = 600.0  # for an answer of a server that gives no tokens
+_CLOSE_S: Final = 2.0  # for connections to close
 _TERM_S: Final = 10.0  # for a program to end after SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """`engine` is the URL of the engine and `engine_key` the variable with its key; `key_variable` has the key that
-    clients show. `idle_s`: seconds without a request after which a conversation ends. `awake` bounds the conversations
-    in memory, `most` all that go on. With a `command` the recorder ends with it."""
+    """`engine` is the URL of the engine, which gives no tokens if its `kind` is "openai"; `engine_key` is the variable
+    with its key, `key_variable` that of the key that clients show. `idle_s`: seconds without a request after which a
+    conversation ends. `awake` bounds the conversations in memory, `most` all that go on. With a `command` the recorder
+    ends with it."""
 
     engine: str
     model: str
     out: Path
-    kind: EngineKind = "vllm"
+    kind: Upstream = "vllm"
     engine_key: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -73,6 +81,11 @@ class RecordSettings:
     awake: int = 256
     most: int = 10_000
     command: tuple[str, ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the engine gives no tokens, and `model` is its name there."""
+        return self.kind == "openai"
 
 
 def record(settings: RecordSettings) -> int:
@@ -89,7 +102,7 @@ def record(settings: RecordSettings) -> int:
 
 def opened_folder(settings: RecordSettings) -> tuple[RunDir, RunConfig]:
     """The folder of the recordings, new or as it is, and the settings with which they go on. Raises as `record`."""
-    room = settings.max_context or trio.run(_room, settings, model_dir(settings.model))
+    room = settings.max_context or trio.run(_room, settings)
     run, config = RunDir(settings.out), _config(settings, room)
     if not run.store_path.exists():
         return RunDir.create(settings.out, config), config
@@ -104,12 +117,12 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
         "max_context": room,
         "max_tokens_per_turn": room - 1,
         # A client may not have read a token that is not in the store, and no chunk waits for another to be written.
-        "checkpoint_tokens": 1,
+        "checkpoint_tokens": 0 if settings.is_text else 1,
         "snapshot_every_turns": 0,
         "max_observation_bytes": MAX_BODY,
         "turn_deadline_s": 3600.0,
     }
-    engine: dict[str, Any] = {"kind": settings.kind, "urls": [settings.engine]}
+    engine: dict[str, Any] = {"kind": "vllm" if settings.is_text else settings.kind, "urls": [settings.engine]}
     if settings.engine_key is not None:
         engine["api_key_env"] = settings.engine_key
     return configuration.parse(
@@ -135,32 +148,6 @@ def _check(run: RunDir, settings: RecordSettings) -> None:
         raise UsageError(f"{run.path} has recordings of {config.model}: give --model {config.model} or another --out")
 
 
-def _client(settings: RecordSettings, config: RunConfig | None, folder: Path) -> EngineClient:
-    key = None
-    if config is not None:
-        key = config.engine.key_of(settings.engine)
-    elif settings.engine_key is not None:
-        key = configuration.EngineSettings(urls=[settings.engine], api_key_env=settings.engine_key).key_of(
-            settings.engine
-        )
-    return EngineClient(settings.engine, kind=settings.kind, api_key=key, vocabulary=vocabulary(folder))
-
-
-async def _room(settings: RecordSettings, folder: Path) -> int:
-    """The most tokens of a conversation, as the engine says. Raises EngineUnavailable."""
-    client = _client(settings, None, folder)
-    try:
-        models: Any = json.loads(await client.call("GET", "/v1/models", deadline_s=30.0))
-        room = models["data"][0].get("max_model_len")
-    except (EngineUnavailable, EngineTimeout) as error:
-        raise EngineUnavailable(f"no engine answers at {settings.engine} ({error}): start it") from error
-    except (EngineError, ValueError, KeyError, IndexError, TypeError, AttributeError):
-        room = None
-    finally:
-        await client.aclose()
-    return room if isinstance(room, int) and room >= 2 else _CONTEXT
-
-
 async def _record(settings: RecordSettings, run: RunDir, config: RunConfig) -> int:
     key = _key(settings, run)
     async with serving(settings, run, config, key) as (recorder, port):
@@ -178,20 +165,34 @@ async def serving(
 ) -> AsyncGenerator[tuple[Recorder, int]]:
     """A recorder over the folder `run`, and the port at which it answers, for as long as the block runs. Its caller
     holds the folder's lock."""
-    folder, renderer = model_dir(settings.model), renderer_of(config)
     async with AsyncExitStack() as stack:
         opened = stack.enter_context(closing(RunStore.open(run.store_path)))
         reader = stack.enter_context(closing(RunStore.read(run.store_path, away_s=0)))
         store = await stack.enter_async_context(JournalWriter(opened, reader, disk_wait_s=_DISK_S))
-        client = _client(settings, config, folder)
-        knows = partial(_note_version, store, set[int]())
-        fleet = Fleet.configured([client], config.engine, decode=renderer.decode, knows=knows)
-        await stack.enter_async_context(_closed(fleet))
+        upstream = await stack.enter_async_context(_upstream(settings, config, store))
         listeners = await _listeners(settings)
+        gate = TurnGate()
+
+        def context(env: RecordedConversation) -> RolloutContext:
+            return replace(upstream.context(env), make_env=env.made_for, gate=gate)
+
         async with trio.open_nursery() as nursery:
-            recorder = _recorder(settings, config, store, fleet, renderer, nursery)
+            recorder = Recorder(
+                store,
+                context,
+                nursery,
+                gate=gate,
+                lease_s=config.rollout.lease_s,
+                tool_format=upstream.tool_format,
+                name=f"recorder.{os.getpid()}",
+                model=settings.model,
+                purpose=upstream.purpose,
+                idle_s=settings.idle_s,
+                awake=settings.awake,
+                most=settings.most,
+                repeats=bool(settings.command),
+            )
             await recorder.restore()
-            nursery.start_soon(fleet.control)
             nursery.start_soon(recorder.keep_leases)
             nursery.start_soon(recorder.end_sleepers)
             bounds = ServerBounds(body_bytes=MAX_BODY)
@@ -202,38 +203,48 @@ async def serving(
             nursery.cancel_scope.cancel()
 
 
+# --- the engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Upstream:
+    """What answers: the context of each conversation, the dialect of its calls, the purpose of its episodes."""
+
+    context: Callable[[RecordedConversation], RolloutContext]
+    tool_format: str
+    purpose: str
+
+
 @asynccontextmanager
-async def _closed(fleet: Fleet) -> AsyncGenerator[None]:
-    try:
-        yield
-    finally:
-        with trio.move_on_after(2, shield=True):
-            await fleet.aclose()
+async def _upstream(settings: RecordSettings, config: RunConfig, store: JournalWriter) -> AsyncGenerator[_Upstream]:
+    common: dict[str, Any] = {"store": store, "settings": config.rollout, "make_env": _nobody_makes}
+    if settings.is_text:
+        key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
+        client = ScoringClient(settings.engine, model=settings.model, api_key=key, deadline_s=_ANSWER_S)
 
+        def as_text(env: RecordedConversation) -> RolloutContext:
+            upstream = TextUpstream(client, env, deadline_s=_ANSWER_S)
+            return RolloutContext(engine=upstream, renderer=upstream, **common)
 
-def _recorder(
-    settings: RecordSettings,
-    config: RunConfig,
-    store: JournalWriter,
-    fleet: Fleet,
-    renderer: Renderer,
-    nursery: trio.Nursery,
-) -> Recorder:
-    context = RolloutContext(
-        engine=fleet, renderer=renderer, store=store, settings=config.rollout, make_env=_nobody_makes
+        yield _Upstream(as_text, DEFAULT, TEXT)
+        return
+    renderer = renderer_of(config)
+    fleet = Fleet.configured(
+        [_client(settings)], config.engine, decode=renderer.decode, knows=partial(_note_version, store, set[int]())
     )
-    return Recorder(
-        store,
-        context,
-        nursery,
-        name=f"recorder.{os.getpid()}",
-        model=settings.model,
-        purpose=TRAIN,
-        idle_s=settings.idle_s,
-        awake=settings.awake,
-        most=settings.most,
-        repeats=bool(settings.command),
-    )
+
+    def as_tokens(env: RecordedConversation) -> RolloutContext:
+        engine = ClientSampling(fleet, env.asked, renderer.decode, env.note_prompt)
+        return RolloutContext(engine=engine, renderer=renderer, **common)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        try:
+            yield _Upstream(as_tokens, renderer.tool_format or DEFAULT, TRAIN)
+        finally:
+            nursery.cancel_scope.cancel()
+            with trio.move_on_after(_CLOSE_S, shield=True):
+                await fleet.aclose()
 
 
 def _nobody_makes(task: object) -> Any:
@@ -246,6 +257,28 @@ async def _note_version(store: JournalWriter, known: set[int], version: int) -> 
         await store.write(partial(store.store.versions.note_version, version))
         known.add(version)
     return True
+
+
+def _client(settings: RecordSettings) -> EngineClient:
+    key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
+    words = None if settings.is_text else vocabulary(model_dir(settings.model))
+    kind = "vllm" if settings.kind == "openai" else settings.kind
+    return EngineClient(settings.engine, kind=kind, api_key=key, vocabulary=words)
+
+
+async def _room(settings: RecordSettings) -> int:
+    """The most tokens of a conversation, as the engine says. Raises EngineUnavailable."""
+    client = _client(settings)
+    try:
+        models: Any = json.loads(await client.call("GET", "/v1/models", deadline_s=30.0))
+        room = models["data"][0].get("max_model_len")
+    except (EngineUnavailable, EngineTimeout) as error:
+        raise EngineUnavailable(f"no engine answers at {settings.engine} ({error}): start it") from error
+    except (EngineError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        room = None
+    finally:
+        await client.aclose()
+    return room if isinstance(room, int) and room >= 2 and not settings.is_text else _CONTEXT
 
 
 # --- the door

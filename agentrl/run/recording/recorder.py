@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,14 +33,15 @@ from agentrl.env.agent_programs.model_endpoint import (
 )
 from agentrl.env.agent_programs.request_checks import UnservedRequest, shown
 from agentrl.env.core import Info
-from agentrl.env.tools.parsers import DEFAULT, get_format
+from agentrl.env.tools.parsers import get_format
+from agentrl.errors import EngineRefusal
 from agentrl.http.http_server import Typed
 from agentrl.records import StopReason, Task
 from agentrl.rollout.context import RolloutContext
-from agentrl.rollout.drain import HandedBack
+from agentrl.rollout.drain import HandedBack, TurnGate
 from agentrl.rollout.episode import play
 from agentrl.run.recording import transcripts
-from agentrl.run.recording.client_sampling import KEYS, ClientSampling, check_sampling
+from agentrl.run.recording.client_sampling import KEYS, check_sampling
 from agentrl.run.recording.recorded_env import ENV, Exchanges, RecordedConversation, exchanges, request_facts
 from agentrl.store import Claim, Ending
 from agentrl.store.journal_writer import JournalWriter
@@ -77,17 +78,21 @@ class Recorded:
 
 
 class Recorder:
-    """Answers the requests of any number of clients. `awake` bounds the conversations whose messages are in memory,
-    `most` all of them; `idle_s` ends one after so many seconds without a request. `name` is the worker's in the
-    store, `purpose` that of the groups. Clients that come back to a recorder that was killed begin anew if it
-    `repeats`, and else where they were."""
+    """Answers the requests of any number of clients. `contexts` gives the context of a conversation's episode, whose
+    policy calls tools in `tool_format`; `gate` is the gate of all of them. `awake` bounds the conversations whose
+    messages are in memory, `most` all of them; `idle_s` ends one after so many seconds without a request. `name` is the
+    worker's in the store, `purpose` that of the groups. Clients that come back to a recorder that was killed begin anew
+    if it `repeats`, and else where they were."""
 
     def __init__(
         self,
         store: JournalWriter,
-        context: RolloutContext,
+        contexts: Callable[[RecordedConversation], RolloutContext],
         nursery: trio.Nursery,
         *,
+        gate: TurnGate,
+        lease_s: float,
+        tool_format: str,
         name: str,
         model: str,
         purpose: str,
@@ -96,7 +101,8 @@ class Recorder:
         most: int,
         repeats: bool = False,
     ) -> None:
-        self._store, self._context, self._nursery = store, context, nursery
+        self._store, self._contexts, self._nursery = store, contexts, nursery
+        self._gate, self._lease_s, self._form = gate, lease_s, get_format(tool_format)
         self._name, self._model, self._purpose = name, model, purpose
         self._idle_s, self._awake, self._most = idle_s, awake, most
         self._repeats = repeats
@@ -196,7 +202,7 @@ class Recorder:
             partial(self._store.store.groups.add_groups, [task], size=1, purpose=self._purpose)
         )
         while True:
-            (claim,) = await self._store.claim(self._name, 1, lease_s=self._context.settings.lease_s)
+            (claim,) = await self._store.claim(self._name, 1, lease_s=self._lease_s)
             if claim.group_id == group_id:
                 break
             await self._give_up(claim, "a recorded conversation cannot be played by anybody but its client")
@@ -210,7 +216,7 @@ class Recorder:
         back."""
         counts = await self._store.read(lambda store: store.groups.counts(self._purpose))
         self._number = sum(counts.values())
-        lease_s = self._context.settings.lease_s
+        lease_s = self._lease_s
         # Nobody else plays here, as the folder's lock says: the leases of a dead recorder are over, whatever they say.
         while claims := await self._store.claim(self._name, _AT_ONCE, lease_s=lease_s, now=time.time() + 2 * lease_s):
             for claim in claims:
@@ -247,7 +253,7 @@ class Recorder:
             self._start(recorded, claim, self._exchanges(claim))
 
     def _exchanges(self, claim: Claim) -> Exchanges:
-        return exchanges(claim, get_format(self._context.renderer.tool_format or DEFAULT))
+        return exchanges(claim, self._form)
 
     def _start(self, recorded: Recorded, claim: Claim, past: Exchanges) -> None:
         recorded.endpoint = endpoint = ModelEndpoint(served=apis(KEYS))
@@ -272,14 +278,14 @@ class Recorder:
                 other.scope.cancel()
 
     async def _play(self, recorded: Recorded, env: RecordedConversation, claim: Claim) -> None:
-        context = self._context
-        sampling = ClientSampling(context.engine, env.asked, context.renderer.decode, env.note_prompt)
         refusal: tuple[int, str] = (503, f"the conversation is over: {_ASK_AGAIN}")
         sleeps = False
         try:
             with recorded.scope:
-                cause = await play(claim, replace(context, engine=sampling, make_env=env.made_for))
-                if cause.stop_reason in (StopReason.CONTEXT_LIMIT, StopReason.POLICY_FAULT):
+                cause = await play(claim, self._contexts(env))
+                limits = (StopReason.CONTEXT_LIMIT, StopReason.POLICY_FAULT)
+                # Refused for what it asks: to ask again would not help, and clients do not after a 400.
+                if cause.stop_reason in limits or isinstance(cause.error, EngineRefusal):
                     refusal = (400, f"{cause.stop_reason.value}: {cause.detail}")
                 elif cause.detail:
                     refusal = (503, f"{cause.detail}; {_ASK_AGAIN}")
@@ -325,7 +331,7 @@ class Recorder:
 
     async def keep_leases(self) -> None:
         """Renew the leases of all conversations, for ever."""
-        lease_s = self._context.settings.lease_s
+        lease_s = self._lease_s
         while True:
             await trio.sleep(lease_s / 3)
             await self._store.renew(self._name, lease_s=lease_s)
@@ -367,7 +373,7 @@ class Recorder:
             for recorded in list(self._conversations.values()):
                 if recorded.answered is not None:
                     await self._end(recorded, {})
-            self._context.gate.break_off()
+            self._gate.break_off()
             for recorded in list(self._conversations.values()):
                 if recorded.env is not None:
                     await recorded.left.wait()

@@ -63,6 +63,9 @@ def lost_groups(db: Database, max_replays: int) -> list[int]:
 TRAIN = "train"
 """The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
 
+TEXT = "text"
+"""The purpose of conversations that were recorded as text: nobody knows their tokens, and they are never trained."""
+
 DURING = ":during@"
 """In the purpose of an evaluation during training."""
 
