@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -108,3 +109,12 @@ def url_of(process: subprocess.Popen[str]) -> str:
         if line.startswith("http://"):
             return line.strip()
     raise AssertionError(f"it ended with {process.wait()}")
+
+
+def partial_tokens(folder: Path) -> int:
+    """Tokens of turns under way that the store has."""
+    if not (folder / "store.sqlite").exists():
+        return 0
+    with sqlite3.connect(folder / "store.sqlite") as connection:
+        tables = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'partials'").fetchone()[0]
+        return connection.execute("SELECT COALESCE(SUM(n), 0) FROM partials").fetchone()[0] if tables else 0

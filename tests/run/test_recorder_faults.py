@@ -5,6 +5,7 @@ The clients are the vendors' own at their default settings of retries; nothing i
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 from agentrl import notices
 from tests.parts.served_vllm import InThread, in_thread
 from tests.parts.vllm_server import FakeVLLM
-from tests.run.recordings import RENDERER, Running, engine, episodes, recorder
+from tests.run.recordings import RENDERER, Running, engine, episodes, partial_tokens, recorder
 
 pytestmark = pytest.mark.adapters
 TEXT = "An answer of a few words, which takes several chunks of tokens."
@@ -118,3 +119,28 @@ def test_a_client_that_times_out_before_the_first_token_asks_again_and_gets_the_
         read = asked.result(60)
     check(running.folder, read)
     assert len(fake.requests) == 2, "one turn, one request"
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("how", ["kill", "Ctrl-C"])
+def test_a_client_of_a_recorder_that_ended_amid_its_answer_gets_the_rest(
+    fake: FakeVLLM, served: InThread, tmp_path: Path, api: str, how: str
+) -> None:
+    served.do(lambda: fake.fail("hang", after=12))
+    folder, copy = tmp_path / "recorded", tmp_path / "killed"
+    with ThreadPoolExecutor(1) as pool:
+        with recorder(folder, served.url) as running:
+            asked = pool.submit(APIS[api], running.url)
+            while not partial_tokens(folder):
+                assert not asked.done(), asked.result()
+                time.sleep(0.02)
+            shutil.copytree(folder, copy)  # as a kill leaves it
+        with pytest.raises(Exception, match="rror"):  # of either vendor's client
+            asked.result(60)
+    left = folder if how == "Ctrl-C" else copy
+    kept = partial_tokens(left)
+    with recorder(left, served.url) as again:
+        read = APIS[api](again.url)
+    check(left, read)
+    begun, rest, _ = (request["token_ids"] for request in fake.requests)
+    assert rest[: len(begun)] == begun and len(rest) == len(begun) + kept, "no written token is sampled again"

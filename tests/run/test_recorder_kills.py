@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from descriptors import readable
 from agentrl.records import StopReason
 from tests.parts.served_vllm import InThread, in_thread
 from tests.parts.vllm_server import FakeVLLM
-from tests.run.recordings import RENDERER, command, engine, episodes, url_of
+from tests.run.recordings import RENDERER, command, engine, episodes, partial_tokens, url_of
 
 pytestmark = pytest.mark.adapters
 LONG = "A long answer, of which the engine has sent some tokens and will send the rest later."
@@ -49,15 +48,6 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
     while not condition():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-
-
-def partial_tokens(folder: Path) -> int:
-    """Tokens of turns under way that the store has."""
-    if not (folder / "store.sqlite").exists():
-        return 0
-    with sqlite3.connect(folder / "store.sqlite") as connection:
-        tables = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'partials'").fetchone()[0]
-        return connection.execute("SELECT COALESCE(SUM(n), 0) FROM partials").fetchone()[0] if tables else 0
 
 
 def kill_amid_a_turn(process: subprocess.Popen[str], folder: Path) -> int:
