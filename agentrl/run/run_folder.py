@@ -42,6 +42,8 @@ from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.store.run_values import CONFIG, CREATED_S
 
 _DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
+RECORDED = "recorded"
+"""The environment of a folder of `agentrl record`. Nobody can play it: its other side is a client."""
 LOCKS = "locks"
 LOCK = "run.lock"
 _OTHERS = 0o077
@@ -180,6 +182,11 @@ class RunDir:
         except (OSError, ValueError) as error:
             correction = "fix it, or remove it: the run store has a copy"
             raise UsageError(f"{config_path} is no configuration ({error}): {correction}") from None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the folder is that of `agentrl record`, and no run."""
+        return self.config().env.id == RECORDED
 
     def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""

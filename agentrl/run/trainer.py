@@ -190,9 +190,12 @@ class Trainer:
         (`section.key=value`) change how long it trains and which resources it uses; `view` and `quiet` as for `train`.
         `callbacks` go on after the last event that those of the same names received. A run that was stopped early
         trains on.
-        Raises ConfigError for a setting that may not change."""
+        Raises ConfigError for a setting that may not change, UsageError for a folder of recordings."""
         check_no_loop("Trainer.resume")
         callbacks, run_folder = check_callbacks(callbacks), RunDir.open(Path(path))
+        if run_folder.is_recording:  # its groups look like a run's, and its clients are nobody who could be played again
+            hint = "agentrl record goes on with it, agentrl export-episodes makes demonstrations of it"
+            raise UsageError(f"{path} holds recordings and no run: {hint}")
         if settings:
             resume_overrides.change(run_folder, list(settings))
         resume_overrides.reopen_stopped(run_folder)

@@ -270,7 +270,9 @@ def test_the_folder_is_read_as_a_run_is(running: Running, tmp_path: Path) -> Non
     ask(running.url, user("one"))
     copy = killed(running, tmp_path / "killed")
     assert agentrl("audit", copy).code == 0
-    assert agentrl("status", copy, "--json").code == 0
+    assert "agentrl record" in agentrl("status", copy).out
+    refused = agentrl("train", "--resume", copy)
+    assert refused.code == 2 and "holds recordings and no run" in refused.err
 
 
 def test_a_conversation_beyond_the_most_is_refused_for_now(fake: FakeVLLM, tmp_path: Path) -> None:

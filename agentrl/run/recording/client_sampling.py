@@ -42,27 +42,27 @@ def check_sampling(conversation: Conversation) -> None:
 
 def sampling_of(conversation: Conversation, default: SamplingParams) -> SamplingParams:
     """The sampling that a client asks for, within the limits of `default`."""
-    asked: dict[str, Any] = {key: value for key, value in conversation.sampling.items() if key not in _LIMITS}
-    if "top_k" in asked:
-        asked["top_k"] = int(asked["top_k"])
+    chosen: dict[str, Any] = {key: value for key, value in conversation.sampling.items() if key not in _LIMITS}
+    if "top_k" in chosen:
+        chosen["top_k"] = int(chosen["top_k"])
     limits = [int(conversation.sampling[key]) for key in _LIMITS if key in conversation.sampling]
     stops = tuple(stop for stop in conversation.stops if stop)
-    return replace(default, max_tokens=min(default.max_tokens, *limits, default.max_tokens), stop=stops, **asked)
+    return replace(default, max_tokens=min(default.max_tokens, *limits, default.max_tokens), stop=stops, **chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSampling:
-    """`engine`, whose turns are sampled as `asked` says at the time: the conversation that waits for its answer, or
-    None if nobody knows any more. `decode` gives the text of tokens, `on_request` gets the tokens before each turn."""
+    """`engine`, whose turns are sampled as the client of the `waiting` conversation wants it: that gives None if the
+    client has gone on. `decode` gives the text of tokens, `on_request` gets the tokens before each turn."""
 
     engine: Engine
-    asked: Callable[[], Awaitable[Conversation | None]]
+    waiting: Callable[[], Awaitable[Conversation | None]]
     decode: Decode
     on_request: Callable[[int], None]
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The rest of the turn; raises as the engine does."""
-        request, ending = await self._as_asked(request)
+        request, ending = await self._for_client(request)
         return ending or await self.engine.generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -73,11 +73,11 @@ class ClientSampling:
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to whoever gave it."""
 
-    async def _as_asked(self, request: GenerateRequest) -> tuple[GenerateRequest, Generation | None]:
+    async def _for_client(self, request: GenerateRequest) -> tuple[GenerateRequest, Generation | None]:
         """The request as the client asks for it; and the empty rest of a turn that is whole already, because its last
         token was journaled and the turn was not."""
         self.on_request(len(request.token_ids) - request.sampled)
-        conversation = await self.asked()
+        conversation = await self.waiting()
         if conversation is None:
             return request, None
         # The limits that come with the request are those of the rest, the client's are those of the turn.

@@ -42,10 +42,10 @@ from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.drain import TurnGate
 from agentrl.run.recording.client_sampling import ClientSampling
-from agentrl.run.recording.recorded_env import ENV, RecordedConversation
+from agentrl.run.recording.recorded_env import RecordedConversation
 from agentrl.run.recording.recorder import Recorder
 from agentrl.run.recording.text_upstream import TextUpstream
-from agentrl.run.run_folder import RunDir
+from agentrl.run.run_folder import RECORDED, RunDir
 from agentrl.store import TEXT, TRAIN, RunStore
 from agentrl.store.journal_writer import JournalWriter
 
@@ -129,7 +129,7 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
         {
             "name": settings.out.resolve().name,
             "model": settings.model,
-            "env": {"id": ENV},
+            "env": {"id": RECORDED},
             "rollout": rollout,
             "engine": engine,
             "algo": {"kind": "reinforce++"},  # of episodes without siblings
@@ -141,7 +141,7 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
 def _check(run: RunDir, settings: RecordSettings) -> None:
     """Raise UsageError for a folder that a recorder cannot go on with."""
     config = run.config()
-    if config.env.id != ENV:
+    if not run.is_recording:
         raise UsageError(f"{run.path} holds a run and no recordings: give another --out")
     # Tokens of two models in one conversation would be one row of nobody's policy.
     if config.model != settings.model:
@@ -208,7 +208,7 @@ async def serving(
 
 @dataclass(frozen=True, slots=True)
 class _Upstream:
-    """What answers: the context of each conversation, the dialect of its calls, the purpose of its episodes."""
+    """An engine for conversations: the context of each, the dialect of its calls, the purpose of its episodes."""
 
     context: Callable[[RecordedConversation], RolloutContext]
     tool_format: str
@@ -234,7 +234,7 @@ async def _upstream(settings: RecordSettings, config: RunConfig, store: JournalW
     )
 
     def as_tokens(env: RecordedConversation) -> RolloutContext:
-        engine = ClientSampling(fleet, env.asked, renderer.decode, env.note_prompt)
+        engine = ClientSampling(fleet, env.waiting, renderer.decode, env.note_prompt)
         return RolloutContext(engine=engine, renderer=renderer, **common)
 
     async with trio.open_nursery() as nursery:
@@ -311,7 +311,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _refuses(key: str | None, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
-    """Refuse a request without the key; see `Refuses` in `agentrl.http.http_server`."""
+    """The refusal of a request without the key, None if it shows it; the HTTP server calls it."""
     if key is None:
         return None
     shown = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")

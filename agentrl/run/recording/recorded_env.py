@@ -27,9 +27,6 @@ from agentrl.records import Json, Message, Messages, StopReason, Task, context_i
 from agentrl.run.recording import transcripts
 from agentrl.store import Claim
 
-ENV: Final = "recorded"
-"""The environment's id in the tasks of a recorder's folder. Nobody can play it: its other side is a client."""
-
 _REQUEST: Final = "request"
 """Key of a task's options and of a step's info: what a request asks for beside its messages."""
 
@@ -39,7 +36,7 @@ Exchanges = list[tuple[Conversation, Reply | None]]
 
 
 def request_facts(conversation: Conversation, *, with_tools: bool = False) -> dict[str, Json]:
-    """What a request asks for beside its messages, to be journaled with them; empty if that is nothing."""
+    """All that a request names beside its messages, to be journaled with them; empty if that is nothing."""
     facts: dict[str, Json] = {}
     if conversation.sampling:
         facts["sampling"] = dict(conversation.sampling)
@@ -98,10 +95,10 @@ class RecordedConversation(Env):
         self._past = [turn.step for turn in claim.turns if turn.step is not None] if restored else []
         self._turn = 0  # the index of the next action
         self._conversation = restored[-1][0] if restored else Conversation(())
-        self._asked = _place(self._conversation)
+        self._request_place = _place(self._conversation)
         self._current: Pending | None = None  # it waits for the next action
         self._ahead: Pending | None = None  # it came after the next action, which the client has read before
-        self._is_found = not restored  # whether `_find_current` has nothing more to find
+        self._has_client = not restored  # whether `_find_current` has nothing more to wait for
         self._is_finishing = False
         self._verdict: Info = {}
         self._tokens = (0, 0)
@@ -118,8 +115,8 @@ class RecordedConversation(Env):
         self._verdict, self._is_finishing = verdict, True
         self._endpoint.announce()
 
-    async def asked(self) -> Conversation | None:
-        """The conversation that the next action answers, as its client asked; None if the client has gone on."""
+    async def waiting(self) -> Conversation | None:
+        """The conversation that the next action answers; None if its client has gone on."""
         await self._find_current()
         return None if self._current is None else self._current.conversation
 
@@ -157,13 +154,13 @@ class RecordedConversation(Env):
         await self._find_current()
         pending, self._current = self._current, None
         is_lost = pending is None
-        asked = self._conversation if pending is None else pending.conversation
+        conversation = self._conversation if pending is None else pending.conversation
         form, episode_id = format_of(self), self._claim.episode_id
-        reply = _reply(form, action, asked, index, episode_id, self.action_cut, self._tokens)
+        reply = _reply(form, action, conversation, index, episode_id, self.action_cut, self._tokens)
         if pending is not None:
             self._endpoint.requests.answer(reply)
-        answered = transcripts.after(self._asked, reply.message)
-        self._moved(self._asked, answered)
+        answer_place = transcripts.after(self._request_place, reply.message)
+        self._moved(self._request_place, answer_place)
         pending = self._ahead or await self._next()
         self._ahead = None
         # Sampled to its end for a client that has gone elsewhere: nobody has read it.
@@ -176,7 +173,7 @@ class RecordedConversation(Env):
         now, count = pending.conversation, len(before.messages) + 1
         with_tools = now.tools != before.tools
         info |= request_facts(now, with_tools=with_tools)
-        if not with_tools and len(now.messages) >= count and transcripts.places(now)[count] == answered:
+        if not with_tools and len(now.messages) >= count and transcripts.places(now)[count] == answer_place:
             return _copied(with_tool_names(now.messages[count:], reply)), 0.0, False, False, info
         return (), 0.0, False, False, {**info, "history": list(_copied(now.messages))}
 
@@ -184,14 +181,14 @@ class RecordedConversation(Env):
 
     def _take(self, pending: Pending) -> None:
         self._current, self._conversation = pending, pending.conversation
-        self._asked = _place(pending.conversation)
-        self._moved(self._asked, None)
+        self._request_place = _place(pending.conversation)
+        self._moved(self._request_place, None)
 
     async def _find_current(self) -> None:
         """In a restored conversation, wait for its client: it repeats the last request, or it goes on from the answer
         to that one, or elsewhere."""
         requests = self._endpoint.requests
-        while not self._is_found:
+        while not self._has_client:
             (conversation, reply), *later = self._repeated
             pending = await self._next()
             is_same = pending is not None and _place(pending.conversation) == _place(conversation)
@@ -200,7 +197,7 @@ class RecordedConversation(Env):
                 self._repeated = later
                 continue
             self._current, self._ahead = (pending, None) if is_same else (None, pending)
-            self._is_found = True
+            self._has_client = True
 
     async def _next(self) -> Pending | None:
         """The next request; None if none came in time, or the conversation is to end."""
@@ -218,13 +215,13 @@ class RecordedConversation(Env):
 def _reply(
     form: ToolFormat,
     action: str,
-    asked: Conversation,
+    conversation: Conversation,
     index: int,
     episode_id: int,
     is_cut: bool,
     tokens: tuple[int, int],
 ) -> Reply:
-    reply = reply_of(form, action, asked, id=f"{index + 1:04d}", is_cut=is_cut)
+    reply = reply_of(form, action, conversation, id=f"{index + 1:04d}", is_cut=is_cut)
     return replace(reply, prefix=f"{episode_id}-", tokens=tokens)
 
 

@@ -42,7 +42,8 @@ from agentrl.rollout.drain import HandedBack, TurnGate
 from agentrl.rollout.episode import play
 from agentrl.run.recording import transcripts
 from agentrl.run.recording.client_sampling import KEYS, check_sampling
-from agentrl.run.recording.recorded_env import ENV, Exchanges, RecordedConversation, exchanges, request_facts
+from agentrl.run.recording.recorded_env import Exchanges, RecordedConversation, exchanges, request_facts
+from agentrl.run.run_folder import RECORDED
 from agentrl.store import Claim, Ending
 from agentrl.store.journal_writer import JournalWriter
 
@@ -65,8 +66,8 @@ class Recorded:
 
     claim: Claim
     session: str = ""
-    asked: bytes = b""
-    answered: bytes | None = None
+    request_place: bytes = b""
+    answer_place: bytes | None = None
     """The places behind its last request, and behind the answer to it if there is one."""
     endpoint: ModelEndpoint = field(default_factory=ModelEndpoint)
     env: RecordedConversation | None = None
@@ -177,15 +178,15 @@ class Recorder:
     def _continued(self, api: Api, request: Request, conversation: Conversation) -> Recorded | None:
         """The conversation that a request repeats or goes on with, of two the newer; those that name a session are
         left out."""
-        *before, asked = transcripts.places(conversation)
-        for recorded in reversed(self._by_place.get(asked, {})):
+        *before, request_place = transcripts.places(conversation)
+        for recorded in reversed(self._by_place.get(request_place, {})):
             requests = recorded.endpoint.requests
             is_same = requests.is_repeated_by(api.path, conversation, is_retry=is_retry(request))
-            if recorded.asked == asked and (recorded.env is None or is_same):
+            if recorded.request_place == request_place and (recorded.env is None or is_same):
                 return recorded
-        for place in (asked, *reversed(before)):
+        for place in (request_place, *reversed(before)):
             for recorded in reversed(self._by_place.get(place, {})):
-                if recorded.answered == place:
+                if recorded.answer_place == place:
                     return recorded
         return None
 
@@ -197,7 +198,7 @@ class Recorder:
         options = {"api": api.path, **named, **request_facts(conversation)}
         # A number of its own: episodes of one task compete in `agentrl export-episodes --best-of`, and nobody knows
         # whether two conversations had the same task.
-        task = Task(index=number, env=ENV, seed=number, options=options)
+        task = Task(index=number, env=RECORDED, seed=number, options=options)
         (group_id,) = await self._store.write(
             partial(self._store.store.groups.add_groups, [task], size=1, purpose=self._purpose)
         )
@@ -230,10 +231,10 @@ class Recorder:
         recorded = Recorded(replace(claim, start=None, turns=(), partial=None), session)
         recorded.used_s = trio.current_time()
         past = self._exchanges(claim)
-        asked = transcripts.places(past[-1][0])[-1]
+        request_place = transcripts.places(past[-1][0])[-1]
         reply = past[-1][1]
         self._keep(recorded)
-        self._move(recorded, asked, None if reply is None else transcripts.after(asked, reply.message))
+        self._move(recorded, request_place, None if reply is None else transcripts.after(request_place, reply.message))
         last = claim.turns[-1].step if claim.turns else None
         if last is not None and (last.terminated or last.truncated):  # only its end is not written
             await self._wake(recorded)
@@ -274,7 +275,7 @@ class Recorder:
         awake = [other for other in self._conversations.values() if other.env is not None]
         for other in awake[: max(0, len(awake) - self._awake)]:
             # In the order in which they were used last. One whose client waits stays awake.
-            if other is not recorded and other.env is not None and other.env.is_idle and other.answered is not None:
+            if other is not recorded and other.env is not None and other.env.is_idle and other.answer_place is not None:
                 other.scope.cancel()
 
     async def _play(self, recorded: Recorded, env: RecordedConversation, claim: Claim) -> None:
@@ -312,16 +313,16 @@ class Recorder:
             del self._by_session[recorded.session]
         self._unplace(recorded)
 
-    def _move(self, recorded: Recorded, asked: bytes, answered: bytes | None) -> None:
+    def _move(self, recorded: Recorded, request_place: bytes, answer_place: bytes | None) -> None:
         """Note where a conversation stands."""
         self._unplace(recorded)
-        recorded.asked, recorded.answered = asked, answered
+        recorded.request_place, recorded.answer_place = request_place, answer_place
         if not recorded.session:
-            for place in (asked, *([] if answered is None else [answered])):
+            for place in (request_place, *([] if answer_place is None else [answer_place])):
                 self._by_place.setdefault(place, {})[recorded] = None
 
     def _unplace(self, recorded: Recorded) -> None:
-        for place in (recorded.asked, recorded.answered or b""):
+        for place in (recorded.request_place, recorded.answer_place or b""):
             if (others := self._by_place.get(place)) is not None:
                 others.pop(recorded, None)
                 if not others:
@@ -353,9 +354,9 @@ class Recorder:
             await recorded.left.wait()
 
     async def _end(self, recorded: Recorded, verdict: Info) -> None:
-        """End a conversation once nobody waits for an answer. One that sleeps amid a turn is given up: nobody would
+        """End a conversation once nobody waits for an answer. One that sleeps amid a turn is abandoned: nobody would
         read the rest."""
-        if recorded.env is None and recorded.answered is None and not recorded.is_over:
+        if recorded.env is None and recorded.answer_place is None and not recorded.is_over:
             await self._give_up(recorded.claim, "its client did not come back for the answer")
             recorded.is_over = True
             self._forget(recorded)
@@ -371,7 +372,7 @@ class Recorder:
         self._is_ending = True
         with trio.move_on_after(_END_S):
             for recorded in list(self._conversations.values()):
-                if recorded.answered is not None:
+                if recorded.answer_place is not None:
                     await self._end(recorded, {})
             self._gate.break_off()
             for recorded in list(self._conversations.values()):

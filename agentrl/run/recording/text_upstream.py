@@ -21,7 +21,7 @@ _RENAMED: Final = {"max_output_tokens": "max_tokens"}  # keys of the other APIs,
 
 
 class TextUpstream:
-    """The `Engine` and the `MessageRenderer` of one conversation, `env`, at the server of `client`."""
+    """Engine and renderer of one conversation, `env`, at the server of `client`."""
 
     stop_token_ids: tuple[int, ...] = ()
     tool_format: str | None = DEFAULT
@@ -46,7 +46,7 @@ class TextUpstream:
     async def generate(self, request: GenerateRequest) -> Generation:
         """The server's answer to the request that waits; empty if its client has gone on. Raises EngineError."""
         self._text, finish = "", "stop"
-        conversation = await self._env.asked()
+        conversation = await self._env.waiting()
         if conversation is not None:
             self._options.clear()
             self._options.update(_options(conversation))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
@@ -301,6 +302,8 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
 
 def resume_command(run: RunDir) -> str:
     """Return the command that resumes a run which nobody holds; a run that has done all its steps gets more of them."""
+    if run.is_recording:
+        return f"agentrl record --out {run.path} and the same options"
     is_done = run.summary.exists() and not _stopped_early(run)
     more_steps = f" --set train.steps={2 * run.config().train.steps}" if is_done else ""
     return f"agentrl train --resume {run.path}{more_steps}"
@@ -325,7 +328,7 @@ def _next(facts: dict[str, Any]) -> str:
     if run_state == "over":
         return f"agentrl train --resume {run_path} --set train.steps={2 * facts['steps']} trains it for longer"
     if run_state == _STATES["nobody"]:
-        return f"agentrl train --resume {run_path}"
+        return resume_command(RunDir(Path(run_path)))
     if facts["paused_s"] is not None:
         return f"agentrl resume {run_path}; agentrl stop {run_path}"
     return f"agentrl logs {run_path} --follow; agentrl stop {run_path}"
