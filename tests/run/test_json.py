@@ -14,9 +14,9 @@ import typer.main
 from typer.testing import CliRunner
 
 from agentrl.canary.examine import Report
-from agentrl.conformance.conduct import Report as Conformance
 from agentrl.cli.command_groups import GROUPS
 from agentrl.cli.main import app
+from agentrl.conformance.conduct import Report as Conformance
 from agentrl.offline.retrain_step import Retrained
 from agentrl.run.evaluation.held_out import EvalResult
 from agentrl.view.recorded_run import recorded_run
