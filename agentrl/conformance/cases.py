@@ -79,6 +79,13 @@ CASES: Final = (
         judge=judges.bounded_age,
     ),
     Case(
+        name="lost-weights",
+        promise="Nothing is trained from an engine that never got the weights that it confirmed.",
+        happens="The engine confirms each update and keeps its first weights.",
+        scenario=Scenario(members=_FOUR, groups=2, delivery="lost"),
+        judge=judges.noticed_loss,
+    ),
+    Case(
         name="control-tokens",
         promise="What a tool writes stays text: it makes no control token, and none of it is trained.",
         happens="The tool's answer spells the tokens that end a turn and begin the assistant's.",

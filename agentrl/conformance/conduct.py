@@ -121,7 +121,7 @@ def conduct(
         for case in cases:
             case_folder = folder / case.name
             (case_folder / "trainer").mkdir(parents=True)
-            engine, url = engines.enter_context(serving(case.scenario))
+            engine, url = engines.enter_context(serving(case.scenario, models[case.scenario.writes_tool]))
             order = {
                 "name": case.name,
                 "model": str(models[case.scenario.writes_tool]),

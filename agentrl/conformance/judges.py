@@ -296,6 +296,17 @@ def retried_requests(seen: Observation, scenario: Scenario) -> Verdict:
     return verdict(seen, faults or _nothing(seen), "; ".join(filter(None, (summary(seen), again))))
 
 
+def noticed_loss(seen: Observation, scenario: Scenario) -> Verdict:
+    """Nothing is trained that was sampled after the first delivery was lost, unless the trainer names it."""
+    late = [row.step for row in seen.rows if row.step > 1]
+    faults = token_faults(seen)
+    if late and not any("weights" in line for line in seen.notices):
+        faults.append(f"step {late[0]} trains tokens of weights that never arrived, and no word about it")
+    if seen.stopped is not None and not faults:
+        return Verdict("holds", f"refused after step {max((row.step for row in seen.rows), default=0)}: {seen.stopped}")
+    return verdict(seen, faults, "named, or nothing was trained")
+
+
 def bounded_age(seen: Observation, scenario: Scenario) -> Verdict:
     """No token is trained that is older than the bound; to stop is as good as to go on."""
     turns, faults = trained_turns(seen)

@@ -29,9 +29,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A failure of the engine in turn `turn` of `member` of each group, after `after` tokens. The first time only: `dies`
-    (closes the connection), `slow` (sends nothing for `SLOW_S`, then all), `cuts` (ends at a token limit). Each time:
-    `stalls` (sends nothing more until the case ends)."""
+    """A failure of the engine in turn `turn` of `member` of each group, after `after` tokens. The first time only:
+    `dies` (closes the connection), `slow` (sends nothing for `SLOW_S`, then all), `cuts` (ends at a token limit).
+    Each time: `stalls` (sends nothing more until the case ends)."""
 
     kind: FaultKind
     member: int
@@ -42,10 +42,14 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
-    template that leaves out messages of the tool. With `client_patience_s` an
-    agent program plays the task, over HTTP: its client gives a request up after so long, and sends it again. With
-    `weights_stuck` the engine takes every
-    update after the first and goes on with the weights that it had; no token older than `max_lag` steps may be trained.
+    template that leaves out messages of the tool.
+
+    With `client_patience_s` an agent program plays the task, over HTTP: its client gives a request up after so long, and
+    sends it again. With `weights_stuck` the engine takes every update after the first and goes on with the weights that
+    it had; no token older than `max_lag` steps may be trained. With a `delivery` the trainer sends its weights after
+    each step, and the engine takes them (`whole`), or answers that it did and keeps its own (`lost`); it computes the
+    log-probs of a prompt with those that it has.
+
     The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is
     killed, and started again."""
 
@@ -57,6 +61,7 @@ class Scenario:
     max_lag: int = 4
     client_patience_s: float | None = None
     weights_stuck: bool = False
+    delivery: Literal["none", "whole", "lost"] = "none"
     checkpoint_every: int = 0
     kill_at_step: int | None = None
 

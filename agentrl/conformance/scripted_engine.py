@@ -14,11 +14,13 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import parse_qs, urlsplit
 
 from agentrl.conformance.observation import Sample
 from agentrl.conformance.scenario import NAME, SLOW_S, Fault, Scenario, group_of
+from agentrl.conformance.tiny_forward import TinyModel
 from agentrl.conformance.tiny_model import START, STOP, decode, encode
 
 _EVENT_TOKENS: Final = 6
@@ -53,8 +55,10 @@ class _Group:
 class ScriptedEngine:
     """Samples turns of a scenario. `version` stamps its tokens."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, model: Path | None = None) -> None:
+        """`model` is the folder of the weights that it has first: to score prompts it needs one."""
         self.scenario = scenario
+        self._weights = None if model is None else TinyModel(model / "model.safetensors")
         self.version = 0
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -88,6 +92,19 @@ class ScriptedEngine:
         if grade == "fails":
             raise _Vanished
         return float(grade)
+
+    def score(self, tokens: list[int]) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs` of a prompt, by the weights that the engine has."""
+        if self._weights is None:
+            raise _Vanished
+        logprobs = self._weights.logprobs(tokens)
+        entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)]
+        return [None, *entries]
+
+    def take_weights(self, update: Mapping[str, Any]) -> None:
+        """Load the file that an update names, unless the scenario loses it."""
+        if self.scenario.delivery != "lost":
+            self._weights = TinyModel(Path(update["path"]))
 
     def turn(self, prompt: list[int], max_tokens: int) -> tuple[_Turn, int]:
         """The turn that a prompt asks for, and how many of its tokens the prompt has already."""
@@ -211,6 +228,14 @@ class _Handler(BaseHTTPRequestHandler):
             case "/inference/v1/generate":
                 with self._failing():
                     self._generate(body)
+            case "/init_weight_transfer_engine" | "/pause" | "/resume" | "/start_weight_update":
+                self._json({})
+            case "/update_weights":
+                self.engine.take_weights(body["update_info"])
+                self._json({})
+            case "/finish_weight_update":
+                self.engine.version = int(body.get("weight_version", self.engine.version))
+                self._json({})
             case "/update_weight_version":
                 if self.engine.version == 0 or not self.engine.scenario.weights_stuck:
                     self.engine.version = int(body["new_version"])
@@ -230,6 +255,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: Mapping[str, Any]) -> None:
         engine = self.engine
+        if "prompt_logprobs" in body["sampling_params"]:
+            choice = {"index": 0, "token_ids": [STOP], "logprobs": {"content": [{"logprob": -1.0}]}}
+            scores = engine.score(body["token_ids"])
+            self._json({"choices": [{**choice, "finish_reason": "length"}], "prompt_logprobs": scores})
+            return
         turn, start = engine.turn(body["token_ids"], int(body["sampling_params"].get("max_tokens") or 1 << 30))
         if not body.get("stream"):
             spans = list(engine.parts(turn, start, len(turn.tokens)))
@@ -275,9 +305,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(scenario: Scenario) -> Generator[tuple[ScriptedEngine, str]]:
+def serving(scenario: Scenario, model: Path | None = None) -> Generator[tuple[ScriptedEngine, str]]:
     """The engine of a scenario, and its URL, for the time of the block."""
-    engine = ScriptedEngine(scenario)
+    engine = ScriptedEngine(scenario, model)
     handler = type("Handler", (_Handler,), {"engine": engine})
     server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)

@@ -126,6 +126,8 @@ def train(mistake: str, scenario: Scenario, setup: Setup, recorder: Recorder) ->
     begun -= mistake == "repeats a step" and begun > 0
     for step in range(begun, scenario.groups):
         setup.post("/update_weight_version", {"new_version": step + 1})
+        if scenario.delivery == "lost" and step > 0 and mistake != "believes the engine":
+            raise RuntimeError("the engine has other weights than it says")
         played = [play(scenario, setup, recorder, step, mistake) for _ in scenario.members]
         fresh = [each for each, version in played if each and step + 1 - version <= scenario.max_lag]
         if mistake == "forgets ages":

@@ -3,10 +3,12 @@ next version may do otherwise. That their adapters still observe them is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agentrl.conformance import judges
 from agentrl.conformance.cases import CASES
 from agentrl.conformance.conduct import Report, conduct
 
@@ -23,6 +25,15 @@ def test_ours_keeps_every_promise() -> None:
     found = verdicts(conduct("agentrl", CASES))
     assert len(found) == len(CASES)
     assert {name: verdict for name, verdict in found.items() if not verdict.startswith("holds: ")} == {}
+
+
+@pytest.mark.slow
+def test_weights_that_arrive_are_told_from_lost_ones() -> None:
+    """The other side of `lost-weights`: the refusal there is not that of an engine which merely cannot answer."""
+    lost = next(case for case in CASES if case.name == "lost-weights")
+    arriving = replace(lost, scenario=replace(lost.scenario, delivery="whole"), judge=judges.as_sampled)
+    (verdict,) = verdicts(conduct("agentrl", [arriving])).values()
+    assert verdict == "holds: 8 episodes, 16 turns, 752 tokens as sampled"
 
 
 @pytest.mark.slow

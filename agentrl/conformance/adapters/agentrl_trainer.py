@@ -22,7 +22,8 @@ import trio
 
 from agentrl import notices
 from agentrl.blocks import Batch, Buffer
-from agentrl.blocks.sync import EngineFleet, rollout
+from agentrl.blocks.publishing import Weights
+from agentrl.blocks.sync import EngineFleet, publish, rollout
 from agentrl.config import Train
 from agentrl.config.roles import LearnerSettings
 from agentrl.conformance.adapters.adapter import Adapter, Setup
@@ -33,6 +34,7 @@ from agentrl.env.agent_programs import ProgramEnv, Session
 from agentrl.env.core import ResetResult, StepResult
 from agentrl.learner.build_learner import build_learner
 from agentrl.learner.learner import Learner
+from agentrl.learner.weight_proof import proof_of
 from agentrl.models.resolve import model_dir
 from agentrl.records import Message, Task, Trajectory, Turn
 
@@ -113,7 +115,7 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
         "failure_budget": 0.9,
         "group_deadline_s": _STALLED_S if any(fault.kind == "stalls" for fault in scenario.faults) else 300.0,
     }
-    engine = {"kind": "vllm", "canary": False}
+    engine = {"kind": "vllm", "dtype": "float32", "canary": scenario.delivery != "none"}
     with Buffer(setup.folder / "buffer", groups_per_step=1, max_lag=scenario.max_lag) as buffer:
         if (saved := buffer.resume()) is not None:
             learner.load(saved)
@@ -129,7 +131,10 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
             while learner.step_index < scenario.groups:
                 batch = buffer.take(timeout_s=_WAIT_S)
                 _step(learner, batch, passes, recorder)
-                _mint(buffer, setup, learner.step_index)
+                if scenario.delivery == "none":
+                    _mint(buffer, setup, learner.step_index)
+                else:
+                    publish(_weights(learner, setup), fleet, buffer)
                 if scenario.checkpoint_every and learner.step_index % scenario.checkpoint_every == 0:
                     buffer.checkpoint(learner.step_index, learner.save(setup.folder / "checkpoints"))
     for boundary, case, _, _ in notices.OF_PROCESS.take_new(last=True):
@@ -149,6 +154,14 @@ def _mint(buffer: Buffer, setup: Setup, step: int) -> None:
     version = buffer.mint(step)
     setup.post("/update_weight_version", {"new_version": str(version.version)})
     buffer.confirm(version)
+
+
+def _weights(learner: Learner, setup: Setup) -> Weights:
+    """The weights of now in a file, with what proves on an engine that it has them."""
+    file = learner.export(setup.folder / f"weights-{learner.step_index}.safetensors", dtype=torch.float32)
+    proof = proof_of(learner, file.fingerprints, version=0, dtype="float32", train=learner.settings.train)
+    step = learner.step_index
+    return Weights(step=step, path=file.path, sha256=file.sha256, proof=proof, published=lambda *_: None)
 
 
 def _step(learner: Learner, batch: Batch, passes: _Pass, recorder: Recorder) -> None:

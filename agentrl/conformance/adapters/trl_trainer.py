@@ -169,5 +169,5 @@ ADAPTER = Adapter(
     packages=("trl", "transformers", "torch"),
     train=train,
     not_applicable={"client-retries": "an environment of GRPOTrainer sends no requests to the model"},
-    not_observed=dict.fromkeys(("engine-dies", "straggler", "late-weights"), _IN_PROCESS),
+    not_observed=dict.fromkeys(("engine-dies", "straggler", "late-weights", "lost-weights"), _IN_PROCESS),
 )

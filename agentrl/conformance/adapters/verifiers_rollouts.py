@@ -78,7 +78,7 @@ ADAPTER = Adapter(
     packages=("verifiers", "renderers"),
     train=train,
     unseen={"advantages": _NO_ADVANTAGES},
-    not_applicable={"kill-resume": _NO_TRAINER, "late-weights": _NO_TRAINER},
+    not_applicable=dict.fromkeys(("kill-resume", "late-weights", "lost-weights"), _NO_TRAINER),
     not_observed={
         "equal-rewards": _NO_ADVANTAGES,
         "nan-reward": _NO_ADVANTAGES,
