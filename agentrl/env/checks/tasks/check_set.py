@@ -216,8 +216,8 @@ class _SetCheck:
         """A digest of what the tasks are made of: files that the settings or the environment name, and their words,
         which may come from elsewhere."""
         names = [self._plan.env_id, self._plan.kwargs, list(map(str, self._files))]
-        words_too = [[text.text, text.answer] for text in self._texts]
-        return _digest_of_files(names, words_too, apart=(self._plan.out, self._plan.skip))
+        texts = [[text.text, text.answer] for text in self._texts]
+        return _digest_of_files(names, texts, apart=(self._plan.out, self._plan.skip))
 
     async def _held_out(self, changes: Mapping[str, Json]) -> dict[int, list[Finding]]:
         _, _, held_out, _ = await _set(partial(self._new, **changes))
@@ -455,11 +455,11 @@ def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     }
 
 
-def _digest_of_files(settings: object, words: Sequence[Sequence[str]], *, apart: Sequence[Path]) -> str:
-    """A digest of all files that settings name (rows, folders of tasks, the files of functions), and of words. What
+def _digest_of_files(settings: object, texts: Sequence[Sequence[str]], *, apart: Sequence[Path]) -> str:
+    """A digest of all files that settings name (rows, folders of tasks, the files of functions), and of texts. What
     this command writes itself is `apart`."""
     # A verdict on a task that was corrected since would be wrong, and nothing in the settings shows the correction.
-    digest, outputs = hashlib.sha256(json.dumps(words).encode()), [path.resolve() for path in apart]
+    digest, outputs = hashlib.sha256(json.dumps(texts).encode()), [path.resolve() for path in apart]
     for path in sorted({file for name in _names(settings) for file in _files_of(name)}):
         if not any(path == each or each in path.parents for each in outputs):
             digest.update(f"{path}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode(errors="surrogateescape"))
