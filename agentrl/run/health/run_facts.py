@@ -22,7 +22,6 @@ from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.env.chat_messages import text_of
-from agentrl.env.tasks import row_id, task_id
 from agentrl.env.tools.tools import function_schema
 from agentrl.errors import StoreError
 from agentrl.host.disk_space import no_space_on
@@ -34,6 +33,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import EpisodeFilter, EpisodeRow, RunStore
 from agentrl.store.metrics import Metric
 from agentrl.store.run_values import PHASE
+from agentrl.task_ids import row_id, task_id
 
 RECENT = 3
 """Steps that a check judges: one is chance, and what lasts for three steps does not pass by itself."""
