@@ -97,6 +97,11 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "simulate": ("simulate --from EMPTY", "simulate run.toml --gpus 0"),
     "serve": ("serve agentrl/tiny-coder --port 99999",),
     "canary": ("canary localhost --model agentrl/tiny-coder",),
+    "conformance": ("conformance --trainer nobody", "conformance --case none"),
+    "record": (
+        "record --engine localhost --model agentrl/tiny-coder --out out",
+        "record --engine http://127.0.0.1:9 --model agentrl/tiny-coder --out RUN",
+    ),
     "vllm-plugin": ("vllm-plugin run.toml",),
     "list": ("list sandboxes", "list nothing"),
     "keys": ("keys bufer",),

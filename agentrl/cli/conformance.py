@@ -56,7 +56,7 @@ def _chosen(names: list[str] | None) -> list[Case]:
 
 
 def _show(report: Report) -> None:
-    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.host.terminal_text import printable
 
     table = Table("case", "verdict", "evidence")
     for result in report.results:

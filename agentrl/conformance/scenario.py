@@ -44,11 +44,11 @@ class Scenario:
     """`members` of each of `groups` groups. The tool answers with `tool_text`. `writes_tool` is False for a chat
     template that leaves out messages of the tool.
 
-    With `client_patience_s` an agent program plays the task, over HTTP: its client gives a request up after so long, and
-    sends it again. With `weights_stuck` the engine takes every update after the first and goes on with the weights that
-    it had; no token older than `max_lag` steps may be trained. With a `delivery` the trainer sends its weights after
-    each step, and the engine takes them (`whole`), or answers that it did and keeps its own (`lost`); it computes the
-    log-probs of a prompt with those that it has.
+    With `client_patience_s` an agent program plays the task, over HTTP: its client gives a request up after so long,
+    and sends it again. With `weights_stuck` the engine takes every update after the first and goes on with the weights
+    that it had; no token older than `max_lag` steps may be trained. With a `delivery` the trainer sends its weights
+    after each step, and the engine takes them (`whole`), or answers that it did and keeps its own (`lost`); it computes
+    the log-probs of a prompt with those that it has.
 
     The trainer saves a checkpoint each `checkpoint_every` steps (0: none). At the end of step `kill_at_step` it is
     killed, and started again."""

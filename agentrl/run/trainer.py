@@ -193,9 +193,8 @@ class Trainer:
         Raises ConfigError for a setting that may not change, UsageError for a folder of recordings."""
         check_no_loop("Trainer.resume")
         callbacks, run_folder = check_callbacks(callbacks), RunDir.open(Path(path))
-        if (
-            run_folder.is_recording
-        ):  # its groups look like a run's, and its clients are nobody who could be played again
+        # The groups of recordings look like a run's, and their clients are nobody who could be played again.
+        if run_folder.is_recording:
             hint = "agentrl record goes on with it, agentrl export-episodes makes demonstrations of it"
             raise UsageError(f"{path} holds recordings and no run: {hint}")
         if settings:

@@ -26,6 +26,7 @@ import trio
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.config.run_config import key_in
+from agentrl.config.sections import check_url
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.router import Fleet
 from agentrl.engine.scoring_client import ScoringClient
@@ -90,9 +91,11 @@ class RecordSettings:
 
 def record(settings: RecordSettings) -> int:
     """Record until SIGINT or SIGTERM, or until the command ends; returns its exit status, else 0. Raises UsageError
-    for a folder that is no recorder's or is in use, EngineUnavailable if no engine answers."""
+    for a folder that is no recorder's or is in use, ConfigError for an engine that is no URL, EngineUnavailable if
+    none answers."""
     if settings.no_key and settings.key_variable is not None:
         raise UsageError("--no-key and --api-key-env: give one of them")
+    check_url("--engine", settings.engine)
     run, config = opened_folder(settings)
     with run.lock(f"end it first, or give another --out than {settings.out}"):
         with RunStore.open(run.store_path) as store:
@@ -102,12 +105,13 @@ def record(settings: RecordSettings) -> int:
 
 def opened_folder(settings: RecordSettings) -> tuple[RunDir, RunConfig]:
     """The folder of the recordings, new or as it is, and the settings with which they go on. Raises as `record`."""
+    run = RunDir(settings.out)
+    is_new = not run.store_path.exists()
+    if not is_new:
+        _check(run, settings)
     room = settings.max_context or trio.run(_room, settings)
-    run, config = RunDir(settings.out), _config(settings, room)
-    if not run.store_path.exists():
-        return RunDir.create(settings.out, config), config
-    _check(run, settings)
-    return run, config
+    config = _config(settings, room)
+    return (RunDir.create(settings.out, config) if is_new else run), config
 
 
 def _config(settings: RecordSettings, room: int) -> RunConfig:

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from agentrl.config.overrides import apply_override
 from agentrl.env.checks.tasks.check_set import SetPlan, SetVerdict, Share, TaskVerdict
 from agentrl.env.checks.tasks.verdicts import ORDER, REASONS, Verdict
-from agentrl.env.gymnasium_wrappers import printable
+from agentrl.host.terminal_text import printable
 
 _MEANINGS: Final[Mapping[Verdict, str]] = {
     "flaky": "the same actions got different outcomes",
