@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import threading
 import traceback
 import types
 from importlib import metadata
@@ -86,6 +88,14 @@ def _train(adapter: Any, case: dict[str, Any], recorder: Recorder) -> None:
     adapter.train(Scenario.read(case["scenario"]), setup, recorder)
 
 
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, however that went: the pipe of its input closes."""
+    # Not by `sys.stdin`: a thread that holds its lock makes the end of the interpreter a fatal error.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
 def versions_of(packages: tuple[str, ...]) -> dict[str, str]:
     """The versions of distributions that are installed here."""
     versions: dict[str, str] = {}
@@ -105,6 +115,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path.cwd()))  # where an adapter of one's own may be
     if order_of_parent["alone"]:
         _find_agentrl(here)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         main(order_of_parent)
     except (LookupError, ImportError, AttributeError) as error:

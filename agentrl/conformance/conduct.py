@@ -176,7 +176,7 @@ class _Starter:
         command = [self._python, child.__file__, str(path)]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             try:
                 yield process
@@ -194,22 +194,29 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_END_S)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _play_in_turn(plays: list[_Play], start: _Starter, notify: Callable[[str], None]) -> None:
     remaining = list(plays)
     while remaining:
         with start([play.begin_life() for play in remaining]) as process:
+            is_first = True
             while remaining:
                 play = remaining.pop(0)
                 notify(play.case.name)
-                if not _came_to_its_end(play, process, start):
+                if not _came_to_its_end(play, process, start, is_first=is_first):
                     break
+                is_first = False
 
 
-def _came_to_its_end(play: _Play, process: subprocess.Popen[bytes], start: _Starter) -> bool:
-    """Wait for the end of a case. False if the child cannot go on with the next one."""
+def _came_to_its_end(play: _Play, process: subprocess.Popen[bytes], start: _Starter, *, is_first: bool) -> bool:
+    """Wait for the end of a case, which may be the first of its child. False if the child cannot go on with the next
+    one."""
     begun, was_reached = time.monotonic(), False
+    # Adapters import their trainer in the first case that they play: none may look slow because this machine is.
+    patience_s = play.case.deadline_s + (_START_S if is_first else 0.0)
     while not play.has_ended():
         if process.poll() is not None:
             if process.returncode == child.UNUSABLE:
@@ -219,8 +226,7 @@ def _came_to_its_end(play: _Play, process: subprocess.Popen[bytes], start: _Star
             return False
         if not was_reached and play.was_reached():
             begun, was_reached = time.monotonic(), True
-        patience_s = play.case.deadline_s if was_reached else _START_S
-        if time.monotonic() - begun > patience_s:
+        if time.monotonic() - begun > (patience_s if was_reached else _START_S):
             play.stop(f"it had not come to its end after {patience_s:g} s")
             return False
         time.sleep(_POLL_S)
@@ -239,4 +245,4 @@ def _play_twice(play: _Play, start: _Starter) -> None:
     if play.has_ended():
         return
     with start([play.begin_life()]) as process:
-        _came_to_its_end(play, process, start)
+        _came_to_its_end(play, process, start, is_first=True)

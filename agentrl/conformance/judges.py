@@ -316,7 +316,7 @@ def bounded_age(seen: Observation, scenario: Scenario) -> Verdict:
             f"step {late[-1]} trains tokens that are {late[-1] - 1} steps old; the bound is {scenario.max_lag}"
         )
     oldest = max((turn.row.step - 1 for turn in turns), default=0)
-    evidence = f"the oldest trained token is {oldest} steps old, the bound is {scenario.max_lag}"
+    evidence = f"no trained token has a lag above {oldest}, the bound is {scenario.max_lag}"
     if seen.stopped is not None and not faults:
         return Verdict("holds", f"{evidence}; then it stopped: {seen.stopped}")
     return verdict(seen, faults or _nothing(seen), evidence)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from commands import agentrl
 from agentrl.conformance.cases import CASES
 from agentrl.conformance.conduct import conduct
 
+DEADLINE_S = 60.0
 PLAIN = "tests.conformance.plain_trainer"
 BY_NAME = {case.name: case for case in CASES}
 
@@ -61,3 +66,25 @@ def test_what_is_not_there_is_refused_in_one_line() -> None:
     done = agentrl("conformance", "--python", "/nowhere/python")
     assert done.code == 2
     assert "--python = '/nowhere/python': give the path of a Python" in done.err
+
+
+def test_law_4_a_trainer_ends_with_the_command() -> None:
+    """Also with one that was killed: the trainer waits at its third step for a kill that no longer comes."""
+    line = ("-c", "from agentrl.cli.main import main; main()", "conformance", "--case", "kill-resume")
+    command = subprocess.Popen(
+        [sys.executable, *line, "--trainer", f"{PLAIN}:WAITS"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    deadline = time.monotonic() + DEADLINE_S
+    while not (ids := children.read_text().split()):
+        assert command.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    child = select.epoll()
+    descriptor = os.pidfd_open(int(ids[0]))
+    child.register(descriptor, select.EPOLLIN)
+    command.kill()
+    command.wait(DEADLINE_S)
+    assert child.poll(DEADLINE_S), "the trainer goes on without its owner"
