@@ -156,12 +156,16 @@ def _mint(buffer: Buffer, setup: Setup, step: int) -> None:
     buffer.confirm(version)
 
 
+def _ignore(version: int, step: int) -> None:
+    """Lags come from the buffer's store: nobody here needs the versions of a learner."""
+
+
 def _weights(learner: Learner, setup: Setup) -> Weights:
     """The weights of now in a file, with what proves on an engine that it has them."""
     file = learner.export(setup.folder / f"weights-{learner.step_index}.safetensors", dtype=torch.float32)
     proof = proof_of(learner, file.fingerprints, version=0, dtype="float32", train=learner.settings.train)
     step = learner.step_index
-    return Weights(step=step, path=file.path, sha256=file.sha256, proof=proof, published=lambda *_: None)
+    return Weights(step=step, path=file.path, sha256=file.sha256, proof=proof, published=_ignore)
 
 
 def _step(learner: Learner, batch: Batch, passes: _Pass, recorder: Recorder) -> None:
