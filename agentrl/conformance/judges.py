@@ -280,7 +280,7 @@ def names_dropped_answers(seen: Observation, scenario: Scenario) -> Verdict:
 
 
 def retried_requests(seen: Observation, scenario: Scenario) -> Verdict:
-    """A turn for which the client asked twice is trained once, and as sampled."""
+    """A turn whose request came twice is trained once, and as sampled."""
     turns, _ = trained_turns(seen)
     by_turn = defaultdict[str, set[str]](set)
     for turn in turns:
