@@ -114,6 +114,17 @@ RULES = (
         ("starlette", "uvicorn"),
         unless=("agentrl.view", "agentrl.engine.embedded"),
     ),
+    Rule(
+        "only the command line imports the recorder",
+        OURS,
+        ("agentrl.run.recording",),
+        unless=("agentrl.run.recording", "agentrl.cli"),
+    ),
+    Rule(
+        "the recorder imports no learner and no process of a run",
+        ("agentrl.run.recording",),
+        ("agentrl.learner", "agentrl.run.processes", "agentrl.run.children", "agentrl.run.trainer", "torch", "ray"),
+    ),
     Rule("only the command line imports the page", OURS, ("agentrl.view",), unless=("agentrl.view", "agentrl.cli")),
     Rule("nothing imports the command line", OURS, ("agentrl.cli",), unless=("agentrl.cli", "agentrl.__main__")),
 )
