@@ -10,16 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+import trio
 from commands import agentrl
 from each_case import each_case
+from engine.conftest import Server
 
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
+from agentrl.models.resolve import model_dir
 from agentrl.records import StopReason, Trajectory, context_ids
 from agentrl.store import TEXT
 from tests.parts.served_vllm import in_thread
 from tests.parts.vllm_server import FakeVLLM, made_up_logprob
-from tests.run.recordings import RENDERER, Running, engine, episodes, recorder
+from tests.run.recordings import MODEL, RENDERER, Running, engine, episodes, recorder
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CALL = "I look. " + get_format("hermes").write(ToolCall("weather", {"city": "Rome"}))
@@ -147,6 +151,28 @@ def test_a_tool_conversation_of_a_real_client_is_one_episode_of_exact_tokens(
     assert second[: len(first) + len(trajectory.turns[0].token_ids)] == [*first, *trajectory.turns[0].token_ids]
 
 
+def test_an_embedded_engine_is_recorded_with_its_own_log_probs(tmp_path: Path) -> None:
+    """The oracle is the engine's scoring of the whole row, a forward pass of its own."""
+    server = Server(model_dir(MODEL), tmp_path, "--max-model-len", "512")
+    try:
+        with recorder(tmp_path / "recorded", server.url) as running:
+            first = ask(running.url, user("What is 1 + 1?"), max_tokens=12)
+            ask(running.url, user("What is 1 + 1?"), first, user("And 2 + 2?"), max_tokens=12)
+        (trajectory,) = running.episodes()
+        first_turn, second_turn = trajectory.turns
+        row = (*context_ids(trajectory.turns, 1), *second_turn.token_ids)
+
+        async def scored() -> tuple[float, ...]:
+            return await ScoringClient(server.url).logprobs(row)
+
+        logprobs = (0.0, *trio.run(scored))
+        for turn in (first_turn, second_turn):
+            start = len(context_ids(trajectory.turns, turn.index))
+            assert list(turn.logprobs) == pytest.approx(logprobs[start : start + len(turn.token_ids)], abs=1e-3)
+    finally:
+        server.close()
+
+
 def test_conversations_are_known_by_what_they_say(running: Running) -> None:
     one, other = user("one"), user("other")
     first = [one, ask(running.url, one)]
@@ -270,9 +296,19 @@ def test_the_folder_is_read_as_a_run_is(running: Running, tmp_path: Path) -> Non
     ask(running.url, user("one"))
     copy = killed(running, tmp_path / "killed")
     assert agentrl("audit", copy).code == 0
+    assert "the page with 1 episodes" in agentrl("view", copy, "--bundle", tmp_path / "page").out
     assert "agentrl record" in agentrl("status", copy).out
     refused = agentrl("train", "--resume", copy)
     assert refused.code == 2 and "holds recordings and no run" in refused.err
+
+
+def test_a_program_that_cannot_be_started_and_another_model_are_one_line(fake: FakeVLLM, tmp_path: Path) -> None:
+    with in_thread(fake) as served:
+        options = ("--engine", served.url, "--out", tmp_path / "recorded", "--model")
+        missing = agentrl("record", *options, MODEL, "--", "/no/such/program")
+        assert missing.code == 2 and "/no/such/program cannot be started" in missing.err
+        other = agentrl("record", *options, "agentrl/another", "--", "true")
+        assert other.code != 0 and other.err.count("\n") == 1
 
 
 def test_a_conversation_beyond_the_most_is_refused_for_now(fake: FakeVLLM, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Response, written
 from agentrl.env.agent_programs.session import Session
 from agentrl.env.tools.parsers import DEFAULT
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, matters
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.clocks import HostClock
 from agentrl.host.janitor import owned_folder
@@ -100,7 +100,10 @@ def record(settings: RecordSettings) -> int:
     with run.lock(f"end it first, or give another --out than {settings.out}"):
         with RunStore.open(run.store_path) as store:
             run.write_config(config, store)  # the engine may be another one than before
-        return trio.run(_record, settings, run, config, clock=HostClock())
+        try:
+            return trio.run(_record, settings, run, config, clock=HostClock())
+        except BaseExceptionGroup as group:  # of the recorder's tasks: one line says what ended them
+            raise matters(group) from None
 
 
 def opened_folder(settings: RecordSettings) -> tuple[RunDir, RunConfig]:

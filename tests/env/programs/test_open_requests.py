@@ -31,7 +31,9 @@ def test_a_conversation_that_is_asked_again_after_its_client_left_is_one_turn() 
     requests = OpenRequests(shares_box=False)
     first = requests.open(PATH, A, 0.0)
     assert first is not None and requests.next(0.0) is first
+    assert not requests.is_repeated_by(PATH, A, is_retry=False) and requests.is_repeated_by(PATH, A, is_retry=True)
     requests.leave(first, 1.0, delivered=False)
+    assert requests.is_repeated_by(PATH, A, is_retry=False) and not requests.is_repeated_by(PATH, B, is_retry=True)
     assert requests.open(PATH, A, 1.5) is first
     requests.leave(first, 2.0, delivered=False)
     requests.answer(Reply("1", "late"))
