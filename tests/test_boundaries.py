@@ -192,7 +192,7 @@ def endpoint_answer(answer: Any, folder: Path) -> Any:
         client = ScoringClient("http://endpoint", transport=transport)
         env: Any = RowsEnv(rewards=[f"{HERE}:judge"], processes=0)
         model = ServedModel(client, env, deadline_s=60, options={})
-        said = await model._ask([{"role": "user", "content": "q"}], [], [TOOL])
+        said = await model.answer([{"role": "user", "content": "q"}], [], [TOOL])
         return said, model.tokens
 
     return trio.run(play)
