@@ -128,6 +128,7 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
         "snapshot_every_turns": 0,
         "max_observation_bytes": MAX_BODY,
         "turn_deadline_s": 3600.0,
+        "episode_deadline_s": 1e9,  # a conversation may go on for ever
     }
     engine: dict[str, Any] = {"kind": "vllm" if settings.is_text else settings.kind, "urls": [settings.engine]}
     if settings.engine_key is not None:

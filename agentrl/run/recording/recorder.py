@@ -53,6 +53,7 @@ SESSION_HEADER: Final = "x-session-id"
 _SESSION: Final = re.compile(r"[\w.:-]{1,128}")
 _SESSION_PATH: Final = re.compile(r"/session/([^/]*)(/.*)")
 _RESPONSE: Final = re.compile(r"resp_(\d+)-\d+")
+_AWAKE_BYTES: Final = 256 << 20  # of the last requests of all conversations that are awake
 _AT_ONCE: Final = 256  # claims of one call
 _SWEEP_S: Final = 30.0  # between two looks for conversations that sleep for too long
 _END_S: Final = 10.0  # for conversations to end at the recorder's end
@@ -75,6 +76,8 @@ class Recorded:
     left: trio.Event = field(default_factory=trio.Event)
     """Set when its task has ended."""
     used_s: float = 0.0
+    content_bytes: int = 0
+    """When its last request came, and the size of that, which has the whole conversation most often."""
     is_over: bool = False
 
 
@@ -108,7 +111,8 @@ class Recorder:
         self._idle_s, self._awake, self._most = idle_s, awake, most
         self._repeats = repeats
         self._apis = apis(KEYS)
-        self._conversations: dict[int, Recorded] = {}  # by episode, the longest unused first
+        self._conversations: dict[int, Recorded] = {}  # by episode
+        self._in_use: dict[Recorded, None] = {}  # those awake, the longest unused first
         self._by_session: dict[str, Recorded] = {}
         self._by_place: dict[bytes, dict[Recorded, None]] = {}  # those without a session
         self._changing = trio.Lock()
@@ -160,8 +164,7 @@ class Recorder:
             await self._wake(recorded)
             if recorded.is_over:  # it ended while the request was read
                 continue
-            self._conversations[recorded.claim.episode_id] = self._conversations.pop(recorded.claim.episode_id)
-            recorded.used_s = trio.current_time()
+            self._use(recorded, len(request.content))
             endpoint = recorded.endpoint
             return await endpoint.answered(endpoint.apis[api.path], body, conversation, is_retry=is_retry(request))
         return Response(503, api.error(f"the recorder ends: {_ASK_AGAIN} when it is back"))
@@ -209,6 +212,7 @@ class Recorder:
             await self._give_up(claim, "a recorded conversation cannot be played by anybody but its client")
         recorded = Recorded(replace(claim, start=None), session)
         self._keep(recorded)
+        self._move(recorded, transcripts.places(conversation)[-1], None)  # a repetition may come before it is read
         self._start(recorded, claim, [])
         return recorded
 
@@ -272,11 +276,20 @@ class Recorder:
             repeats=self._repeats,
         )
         self._nursery.start_soon(self._play, recorded, env, claim)
-        awake = [other for other in self._conversations.values() if other.env is not None]
-        for other in awake[: max(0, len(awake) - self._awake)]:
-            # In the order in which they were used last. One whose client waits stays awake.
+
+    def _use(self, recorded: Recorded, content_bytes: int) -> None:
+        """Note a request of a conversation, and have others sleep if too much is in memory."""
+        recorded.used_s, recorded.content_bytes = trio.current_time(), content_bytes
+        self._in_use.pop(recorded, None)
+        self._in_use[recorded] = None
+        count, held = len(self._in_use), sum(each.content_bytes for each in self._in_use)
+        for other in list(self._in_use):
+            if count <= self._awake and held <= _AWAKE_BYTES:
+                break
+            # The longest unused first. One whose client waits stays awake.
             if other is not recorded and other.env is not None and other.env.is_idle and other.answer_place is not None:
                 other.scope.cancel()
+                count, held = count - 1, held - other.content_bytes
 
     async def _play(self, recorded: Recorded, env: RecordedConversation, claim: Claim) -> None:
         refusal: tuple[int, str] = (503, f"the conversation is over: {_ASK_AGAIN}")
@@ -295,6 +308,7 @@ class Recorder:
             refusal = (503, f"the recorder ends: {_ASK_AGAIN} when it is back")
         finally:
             recorded.env = None
+            self._in_use.pop(recorded, None)
             if not sleeps:
                 recorded.is_over = True
                 self._forget(recorded)
