@@ -193,6 +193,7 @@ class RecordedConversation(Env):
             pending = await self._next()
             is_same = pending is not None and _place(pending.conversation) == _place(conversation)
             if is_same and later and reply is not None:
+                # Answered from the journal, and not played again: the episode's turns are there already.
                 requests.answer(reply)
                 self._repeated = later
                 continue

@@ -81,6 +81,28 @@ class Recorded:
     is_over: bool = False
 
 
+# Why a recorder plays episodes, and is no proxy that writes down what passes.
+#
+# A proxy is the short way: pass each request on to the engine, copy the answer into a file. It has three faults. An
+# engine that gets messages renders and encodes them anew, so the answers of earlier turns come back as other tokens
+# than those that were sampled (law 1). What it has copied of an answer dies with it, or with the engine. And limits,
+# deadlines, retries and the journal would exist a second time beside those of a run.
+#
+# So a conversation is an environment (`recorded_env`) that an ordinary episode plays. The prompt is made of the
+# sampled tokens, tokens are written as they come, another request for the same answer waits for the same turn, and a
+# restart goes on as a worker does with an episode that it has claimed.
+#
+# A restart does not go on by itself, though. A worker would sample the rest of a turn at once; here its client may
+# never come back, and how it wants to have the turn sampled is in its request. So conversations sleep until a request
+# wakes them, and the same rule bounds memory: a conversation that nobody asks for is two digests.
+#
+# A client is known by what it says, since few of them send a name for their conversation. Requests are compared as
+# digests of their beginnings (`transcripts`), which needs no text of the conversations that sleep. The price: after a
+# restart nobody knows whether the last answer was read. A client that asks the same again gets it once more, and
+# would have got another sample if the recorder had lived.
+#
+# `tests/run/test_recorder_kills.py` kills real recorders amid a turn, `test_recorder_faults.py` has each fault of an
+# engine with the clients of each API.
 class Recorder:
     """Answers the requests of any number of clients. `contexts` gives the context of a conversation's episode, whose
     policy calls tools in `tool_format`; `gate` is the gate of all of them. `awake` bounds the conversations whose
