@@ -24,7 +24,7 @@ from agentrl.view.recorded_run import recorded_run
 ROOT = Path(__file__).parents[2]
 ACTIONS = {
     *("train", "demo", "sft", "demos", "export", "submit"),  # they train or write, and say what came of it
-    *("view", "metrics", "serve", "play", "bench", "vllm-plugin"),  # they serve, play, or are another program
+    *("view", "metrics", "serve", "record", "play", "bench", "vllm-plugin"),  # they serve, play, or are another program
     *("scale", "pause", "resume", "set", "stop"),  # they steer a run
     *("trace", "rescore", "fork", "export-episodes", "store", "new"),  # they write
 }

@@ -103,7 +103,7 @@ def tables(reports: Iterable[Report]) -> str:
 
 
 def _note(outcome: Outcome | None) -> str:
-    """What a reader has to know of a case that does not hold."""
+    """The remark on a case that does not hold, for a reader; "" for one that holds."""
     if outcome is None:
         return "**not run**"
     return f"**broken** ({outcome.problem})" if outcome.problem else ""

@@ -114,7 +114,7 @@ class _HinderedBox:
 async def in_own_loop(function: Callable[[], Awaitable[T]]) -> T:
     """Call a function in a trio loop of its own, in a thread, within the deadline around the call.
 
-    Environments remember the verdicts of equal work for as long as a loop runs, and a grader that is not asked again
+    Environments remember the verdicts of equal work for as long as a loop runs, and a grader that is not called again
     can be neither hindered nor timed."""
     left_s = trio.current_effective_deadline() - trio.current_time()
 
