@@ -32,6 +32,8 @@ class Reinforce(Clipped):
         return {"to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT)}
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the column `advantage` [T]: the return of each token of the step, centred and scaled over the whole
+        step. The columns that the settings of every clipped algorithm ask for come beside it."""
         from agentrl.algos.advantages import STD_FLOOR
 
         returns_T = tokens["to_go"]
