@@ -90,7 +90,9 @@ class Buffer(Closing):
         return (self.max_lag + 1) * self.groups_per_step
 
     def bounds(self, group_size: int, max_running: int) -> AdmissionBounds:
-        """How far a rollout may run ahead of the learner."""
+        """The bounds of a rollout into this buffer: `max_running` episodes at once (room for one whole group at least),
+        groups as far ahead as the buffer's lag bound allows, and no end of steps. A task that infrastructure lost is
+        played again twice, as by default in a run."""
         return AdmissionBounds(
             group_size=group_size,
             groups_per_step=self.groups_per_step,

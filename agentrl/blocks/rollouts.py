@@ -79,7 +79,10 @@ class Rollouts:
             self._fleet.nursery.start_soon(self._run)
 
     async def groups(self) -> AsyncGenerator[tuple[Trajectory, ...]]:
-        """Yield the trajectories group by group, as the last member of each ends. For a rollout without a buffer."""
+        """Yield the trajectories of each group, in the order of its members, when its last member has ended.
+
+        For a rollout without a buffer. With one, members that ended before a restart do not come here again, so their
+        group would never be complete: `Buffer.take` has the groups."""
         open_groups: dict[int, list[Trajectory]] = {}
         async for trajectory in self:
             group_members = open_groups.setdefault(trajectory.group_id, [])
@@ -271,12 +274,14 @@ def _settings(settings: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, 
 
 
 def _environment(env: EnvLike) -> tuple[str, Callable[[Task], AsyncEnv]]:
-    """The name of an environment in tasks, and what makes one. Raises UnknownIdError, before an episode can fail."""
+    """The name of `env` in tasks, and the function that makes the environment of a task. Raises UnknownIdError for an
+    id that is not registered, before an episode can fail for it."""
     if isinstance(env, str):
         env_name, constructor = env, registry.resolve("environments", env)
     else:
         env_name, constructor = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__name__)}", env
 
+    # The tasks of a source, and those that a buffer has from an earlier rollout, may name other environments.
     def made(task: Task) -> AsyncEnv:
         return as_async(constructor(**task.kwargs)) if task.env == env_name else make_env(task)
 
@@ -284,7 +289,8 @@ def _environment(env: EnvLike) -> tuple[str, Callable[[Task], AsyncEnv]]:
 
 
 def _source(tasks: Tasks | None, env: str, kwargs: Mapping[str, Json]) -> TaskSource | Sequence[Task]:
-    """The tasks, all in one environment. Raises ConfigError for what is no task."""
+    """The tasks to play, in a form that can be iterated. A number, seeds and listed tasks are played in `env` with
+    `kwargs`; a source keeps the environments and arguments of its own tasks. Raises ConfigError for anything else."""
     if tasks is None:
         return Seeds(env, kwargs=kwargs)
     if isinstance(tasks, TaskSource):
