@@ -100,8 +100,8 @@ class _Answers:
 
 
 def examine(subject: Subject, progress: Callable[[str], None] = lambda line: None) -> Report:
-    """Compare. Raises UsageError for a server or folder that cannot be compared, EngineUnavailable and EngineTimeout
-    for a server that is not there, or does not answer in time."""
+    """Compare a server with a model folder. Raises UsageError for a server or folder that cannot be compared,
+    EngineUnavailable and EngineTimeout for a server that is not there, or does not answer in time."""
     vocabulary = probe.read_vocabulary(subject.model)
     answers = trio.run(_ask, subject, vocabulary, progress)
     dtype = subject.dtype or _dtype_of(subject.model)
@@ -418,7 +418,8 @@ class _Comparison:
             return self._model.logprobs(self._tokens[: self._diagnosed])
 
     def _judge_special(self, exact: Sequence[float], rounding: Sequence[float]) -> bool:
-        """Whether special tokens agree as ordinary ones do."""
+        """Whether the probe of special tokens agrees as the one of ordinary tokens does; adds a fault to the report if
+        not. `exact` are the folder's log-probs of that probe in float32, `rounding` how far bfloat16 moves each."""
         answers = self._answers
         # Rounding differs more between few tokens than between many: the coarser limit of both probes counts.
         coarser = max(rounding, self._rounding, key=lambda each: verdict.limit_of(self._dtype, each))

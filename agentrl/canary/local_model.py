@@ -78,7 +78,9 @@ class LocalModel:
         return rows_TV[start - 1 : -1].numpy()
 
     def _logits(self, ids_T: Tensor) -> Iterator[Tensor]:
-        """Logits of all tokens, a chunk at a time: with a large vocabulary, those of a long context are gigabytes."""
+        """Yield the logits of all tokens as rows [C, V], a chunk of tokens at a time: with a large vocabulary, those of
+        a long context are gigabytes. In one piece if they are small, or if the model's head cannot be computed apart.
+        """
         module, layer = self._module, self._module.get_output_embeddings()
 
         def run() -> Tensor:
@@ -89,6 +91,8 @@ class LocalModel:
         if width <= rows or (head := head_of(module, run, width)) is None:
             yield run()
             return
+        # One pass records the input of the output layer, and computes a single column in its place. The logits of each
+        # chunk are then computed from its rows of that input.
         with overheard(layer, lambda hidden: hidden[..., :1]) as heard:
             run()
         for start in range(0, width, rows):

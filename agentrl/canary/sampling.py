@@ -44,8 +44,8 @@ def explain(
     limit: float,
 ) -> Setting | None:
     """The setting that leaves the least of the difference between `reported` log-probs of `tokens` and the model's;
-    None if each leaves more than rounding, `limit` nats (rms), and more than a twentieth of it. `before` are the tokens
-    of the prompt."""
+    None if even the best leaves more than rounding, `limit` nats (rms), and more than a twentieth of the difference, or
+    does not halve it. `before` are the tokens of the prompt."""
     logits = logits_NV.astype(np.float64)
     numbers = np.asarray(reported, dtype=np.float64)
     picked = np.arange(len(tokens)), np.asarray(tokens)
