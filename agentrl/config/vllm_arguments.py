@@ -46,9 +46,9 @@ RESERVED: dict[str, str] = {
 }
 """Arguments that the run decides, and what to do instead."""
 
-_LAYERS = "tensor-parallel-size"
+_TENSOR_SPLIT = "tensor-parallel-size"
 _SPLITS = (
-    _LAYERS,
+    _TENSOR_SPLIT,
     "pipeline-parallel-size",
     "data-parallel-size",
     "prefill-context-parallel-size",
@@ -80,20 +80,21 @@ def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str
 
 
 def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """How a server is split over `gpus` GPUs: its layers, over those that the splits in `arguments` leave. Raises
-    ConfigError if these splits need another number of GPUs."""
+    """The argument that has a server use all of its `gpus` GPUs: each layer is cut over those that the user's own
+    splits in `arguments` leave (tensor parallelism). Empty if the user cuts layers already, if one GPU is left, or if a
+    split is no number. Raises ConfigError if the splits need another number of GPUs."""
     split_sizes = {split_name: arguments[split_name] for split_name in _SPLITS if split_name in arguments}
     if any(type(split_size) is not int or split_size < 1 for split_size in split_sizes.values()):
         return {}  # vLLM says what is wrong with it
     product = math.prod(cast("dict[str, int]", split_sizes).values())
-    layer_splits = 1 if _LAYERS in split_sizes else max(1, gpus // product)
-    if layer_splits * product != gpus:
+    tensor_width = 1 if _TENSOR_SPLIT in split_sizes else max(1, gpus // product)
+    if tensor_width * product != gpus:
         example_gpus = ", ".join(str(gpu_index) for gpu_index in range(product))
         hint = (
             f"they need {product} GPUs for each replica, and it has {gpus}: give engine.replicas = [[{example_gpus}]]"
         )
         raise ConfigError("engine.vllm", split_sizes, hint)
-    return {_LAYERS: layer_splits} if layer_splits > 1 else {}
+    return {_TENSOR_SPLIT: tensor_width} if tensor_width > 1 else {}
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
