@@ -121,6 +121,9 @@ class Attempts:
                 yield replica_chunk
 
     async def _single(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
+        """Yield the chunks of one attempt at `replica`, each with that replica. A fault of the replica is noted, and
+        ends the chunks early without an error: the turn goes on elsewhere. Raises EngineError where another attempt
+        would not help: the request itself is refused or fails too often, or the tokens so far are wrong."""
         replica.running += 1
         began_at = trio.current_time()
         is_sampling = False  # whether a token of this attempt has come
