@@ -186,7 +186,8 @@ class _Connection:
         raise Cut
 
     async def answer(self) -> None:
-        """Send the handler's answer. Raises Cut if it breaks off, or the client has disconnected."""
+        """Send the handler's answer. Raises Cut if the connection cannot take another request: the answer broke off,
+        the client has disconnected, or its request does not keep the connection open."""
         is_complete = False
 
         async def watch() -> None:
