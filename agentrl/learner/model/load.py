@@ -196,7 +196,8 @@ def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
 
 
 def _hollow(folder: Path, attention: str) -> Any:
-    """The model of a config.json, of tensors that have no numbers."""
+    """The model that a config.json describes, made under FakeTensorMode: no weight is read, and its tensors have shapes
+    but no numbers. Raises ModelError."""
     try:
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         attention_names = _attending(folder, attention)

@@ -223,7 +223,8 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
         sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
-        `predictors_P` only, a few of them at a time; with `roots`, of its stem no node is."""
+        `predictors_P` only, a few of them at a time. `roots` holds the keys and values of the pack's stem, whose nodes
+        are then not computed again."""
         return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad, roots=roots)[:2]
 
     def outputs(

@@ -104,8 +104,10 @@ def prepared(packs: Sequence[Pack], routers_of: RoutersOf, routed_experts: bool 
 def pulled(
     part: Sequence[Pack], routers_of: RoutersOf, weight: float, heard_in: Callable[[Sequence[Pack]], Sequence[Routed]]
 ) -> list[Pack]:
-    """The passes of an update with their shares of the balance loss, which each policy has for itself. Which experts
-    compute a token is known beforehand where all are replayed; else it is `heard_in` a pass ahead."""
+    """The passes of an update, each with the weights `pull_ME` of its balance loss for M mixtures of E experts: a pass
+    multiplies them by the probabilities that its routers give the experts. They come from the experts' loads in the
+    whole update, of each policy by itself. Where all tokens are replayed the load is known beforehand; else `heard_in`
+    runs those passes once ahead to hear it."""
     places_by_policy = {
         pack.policy: [pack_index for pack_index, other in enumerate(part) if other.policy == pack.policy]
         for pack in part

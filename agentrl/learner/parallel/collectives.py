@@ -1,14 +1,13 @@
-"""Where each rank stands: which collectives it has entered, and which one it is in.
+"""The ranks of a learner: which collective each of them is in, and the meshes that they form.
 
 All ranks enter the same collectives in the same order, by name. A rank that enters another one would wait for ever, or
 get the numbers of another tensor without a word: so each compares its own with those of the others before it waits.
 
-Owns a few kilobytes a rank in memory that all ranks of a machine share, so that whoever waits in vain can say for whom.
-Never knows what a collective carries.
+Owns a few kilobytes a rank in memory that all ranks of a machine share, so that whoever waits in vain can say for
+whom; and the process groups of the meshes, whose collectives have the ranks' deadline. Never knows models, nor what a
+collective carries.
 
-The ranks of a learner as meshes: all of them in a row, and the same ranks as a table for each way to cut a layer.
-
-Owns their process groups, whose collectives have the ranks' deadline. Never knows models.
+The meshes are all ranks in a row, and the same ranks as a table for each way to cut a layer.
 
     ranks      all ranks. Weights that no other mesh cuts have a shard on each
     tensor     (data, tensor): the ranks of a row have the same tokens, and each a part of a layer's matrix products
