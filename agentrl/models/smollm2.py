@@ -98,7 +98,9 @@ def absent() -> list[str]:
 
 
 def _installed(package: str) -> bool:
-    """To look for the module `pip` would have setuptools fail when torch compiles later in this process."""
+    """Whether `package` is installed, by its metadata."""
+    # Not by a look for its module: to look for `pip` would have setuptools fail when torch compiles later in this
+    # process.
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -183,6 +185,8 @@ def _unpack_once(source: Path, folder: Path) -> None:
 
 
 def _unpack(source: Path, made: Path, folder: Path) -> None:
+    """Write the model of the GGUF file `source` into the empty folder `made`, which the caller renames to `folder`.
+    Raises ModelError if the weights are not those that this version of gguf should give, OSError for a full disk."""
     from gguf import GGUFReader
     from safetensors import SafetensorError
     from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
