@@ -151,6 +151,8 @@ def _model_of(run: Path, role: str | None) -> str:
 
 
 def _model(source: Path, draft: Path, dtype: str, most: int) -> str:
+    """Write the whole model of `source` into the folder `draft`, in files of at most `most` bytes, or of one tensor.
+    Returns a line about the result for a person. Raises UsageError for a dtype that cannot be exported."""
     model_settings = json.loads((source / _CONFIG).read_text())
     dtype_name = dtype if dtype != "auto" else str(_dtype_of(model_settings) or "float32")
     if dtype_name not in _DTYPES:

@@ -182,7 +182,9 @@ def _clear(run: RunDir) -> None:
 
 
 def resume(out: Path, overrides: Sequence[str] = (), *, notify: Callable[[str], None] = lambda _: None) -> Path:
-    """Go on from the newest checkpoint; `train.steps` may be raised. Raises UsageError."""
+    """Go on from the newest checkpoint, with `train.steps` raised by one of the `overrides` if there are still steps to
+    take. Returns the folder of the last checkpoint. Raises UsageError for a folder without such a run, and for an
+    override of another setting."""
     try:
         document = json.loads((out / SETTINGS).read_text())
     except (OSError, ValueError) as error:
