@@ -226,7 +226,7 @@ class MemoryBuffer:
         def waits(member: SimulatedMember) -> bool:
             if member.ended:
                 return False
-            if member.group.running and _waits(member.group, oldest_step, quorum):
+            if member.group.running and _blocks_learner(member.group, oldest_step, quorum):
                 return True
             made_at = acts(member)
             return made_at is not None and made_at <= oldest_step
@@ -347,8 +347,10 @@ class MemoryBuffer:
         group.state = state
 
 
-def _waits(group: SimulatedGroup, oldest: int, quorum: int | None) -> bool:
-    """Whether a running group has too few scored members to close, and one of them with no token after `oldest`."""
+def _blocks_learner(group: SimulatedGroup, oldest: int, quorum: int | None) -> bool:
+    """Whether the learner waits for the open members of a running group: too few are scored for it to close by
+    `quorum`, and a scored one has no token of weights after step `oldest`, so the step after this one could not train
+    it."""
     has_too_few = quorum is None or len(group.scored_s) < quorum
     return has_too_few and any(
         member.scored and member.newest is not None and member.newest <= oldest for member in group.members
@@ -360,6 +362,8 @@ def _judged(group: SimulatedGroup) -> bool:
 
 
 def _leave(members: Iterable[SimulatedMember], step: int, max_lag: int) -> Taken:
+    """Have ended members of one group, at least one, leave with optimizer step `step`: those that it trains, and those
+    of which it may train no token."""
     trained_members: list[SimulatedMember] = []
     others_left_out: list[SimulatedMember] = []
     for member in members:

@@ -173,8 +173,9 @@ _FORMS = "lognormal:SIGMA[:MEAN_S], pareto:ALPHA[:MEAN_S], constant:MEAN_S, or a
 
 
 def parse_episodes(text: str, *, deadline_s: float = math.inf) -> IndependentEpisodes:
-    """Episodes that take `text`'s distribution of seconds; the mean is 1 s by default. A product is that of independent
-    factors, such as two roles' tails. Raises UsageError."""
+    """Episodes whose seconds follow the distribution in `text`, such as `pareto:1.5`, each cut at `deadline_s`. The
+    mean is 1 s by default, before the cut. A product is that of independent factors, such as two roles' tails. Raises
+    UsageError."""
     factors = [_factor(part.strip(), text) for part in text.split("*")]
     draws = tuple(draw for draw, _ in factors)
     mean_s = math.prod(factor_mean for _, factor_mean in factors)

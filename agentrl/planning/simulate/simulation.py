@@ -417,6 +417,8 @@ class Simulation:
                 self._note_taken(taken_groups or ())
 
     def _result(self) -> SimulationResult:
+        """The numbers of the measured steps, once the last one is taken; plays what was admitted to its end first, or
+        slow episodes would be missing."""
         seconds, step_count, tally = self._now - self._measured_from, self._steps - self._start_up, self._sums
         world = self._world
         step_s = self._busy_s / step_count + world.between_s

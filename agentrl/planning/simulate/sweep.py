@@ -1,14 +1,8 @@
-"""Many simulated runs beside each other: which ones, the table of what they gave, and one line of advice.
+"""Many simulated runs beside each other: a run file, a finished run and the user's wishes become the cases of a sweep,
+and their results a table and one line of advice.
 
-How close any schedule of a simulated run can come to the bound: one to which groups cost nothing, and lag little.
-
-A free slot begins the next episode at once. As soon as a step's episodes have ended, of whichever groups, the learner
-trains them. As many may wait for it as the steps can train in which their newest tokens are within the lag bound; one
-that ends beyond them keeps its slot until there is a place, where a real run would drop it. So no schedule that does
-not know beforehand how long an episode takes trains more of the same episodes in the same time. Never knows a group, a
-token or a close policy.
-
-From a run file, a finished run and the user's wishes to the cases of a sweep.
+`best_of_bound` says how close to the bound any schedule can come at all. Never knows the rules by which groups close
+and leave.
 """
 
 from __future__ import annotations
@@ -33,8 +27,14 @@ from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation, Sim
 
 
 def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: int, seed: int = 0) -> float:
-    """The share of the bound that such a schedule reaches, in the terms of `Simulation` with the same arguments: the
-    episodes take the same times."""
+    """The share of the bound that the best schedule reaches: one to which groups cost nothing, and lag little. The
+    arguments are those of `Simulation`, and its episodes take the same times.
+
+    A free slot begins the next episode at once. As soon as a step's episodes have ended, of whichever groups, the
+    learner trains them. As many may wait for it as the steps can train in which their newest tokens are within the lag
+    bound; one that ends beyond them keeps its slot until there is a place, where a real run would drop it. So no
+    schedule that does not know beforehand how long an episode takes trains more of the same episodes in the same time.
+    """
     plays_chance, learner_chance = Random(seed), Random(seed + 1)
     batch_size, plays = world.groups_per_step * world.group_size, list[Play]()
     episode_ends = list[float]()  # a heap: when the running episodes end
