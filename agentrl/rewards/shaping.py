@@ -1,4 +1,7 @@
-"""Potential-based shaping: a turn earns what it changes in a potential of the episode.
+"""Rewards that a turn gets by a rule: potential-based shaping, and a punishment of overlong turns. Knows no store and
+no settings.
+
+`Shaping` is potential-based: a turn earns what it changes in a potential of the episode.
 
     F[t] = gamma * phi(s[t + 1]) - phi(s[t])
 
@@ -7,9 +10,10 @@ the end, however the episode ends. Rewards of this form change no optimal policy
 1) where returns are discounted by the same gamma. With gamma = 1 an episode's rewards add up to 0, and the reward to go
 from turn t is -phi(s[t]): a baseline that the turn's action has no part in.
 
-In an episode of several roles, s[t] is what the role's own last turn led to. Knows no store and no settings.
+In an episode of several roles, s[t] is what the role's own last turn led to.
 
-Soft overlong punishment: a turn pays for each token that brings it near its limit (DAPO, Yu et al. 2025, sec. 3.4).
+`Overlong` is soft overlong punishment: a turn pays for each token that brings it near its limit (DAPO, Yu et al. 2025,
+sec. 3.4).
 
     reward = 0                                 n <= most - margin
              (most - margin - n) / margin      between
@@ -17,7 +21,7 @@ Soft overlong punishment: a turn pays for each token that brings it near its lim
 
 n are the tokens that the policy sampled in the turn. It is a reward of the turn that earned it, and the policy chooses
 n: the gradient is that of the return with it, without bias. That is another return: a policy that would do better with
-long turns is kept from them. Knows no store.
+long turns is kept from them.
 """
 
 from __future__ import annotations

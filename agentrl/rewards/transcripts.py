@@ -3,13 +3,11 @@
 Two ways out of a transcript are closed. A control token of a chat template (`<|im_end|>`, `[INST]`, `</s>`) would end
 the message that the transcript stands in: servers tokenize it as the token that it names, so it is broken up. And a
 line that looks like another speaker's, or like the end of the transcript: such lines begin with a boundary that is
-drawn anew for each call, which the policy cannot know. Knows neither judges nor servers.
+drawn anew for each call, which the policy cannot know.
 
-A server that refuses a text for its length gets less of it.
-
-A policy writes the texts, so one that is too long, or that brings a judge to ramble, must not cost it nothing: if the
-episode left the loss for it, to write so would pay whenever the score would be bad. Knows neither rubrics nor
-models.
+A server that refuses a text for its length gets less of it (`ask_shortened`). A policy writes the texts, so one that is
+too long, or that brings a judge to ramble, must not cost it nothing: if the episode left the loss for it, to write so
+would pay whenever the score would be bad. Knows neither judges and rubrics, nor servers and models.
 """
 
 from __future__ import annotations
@@ -95,6 +93,7 @@ def _body(message: Message) -> str:
 
 
 def _defused(value: Json) -> Json:
+    """A JSON value in which `defused` was applied to every text, names of fields too."""
     if isinstance(value, str):
         return defused(value)
     if isinstance(value, dict):
