@@ -504,7 +504,8 @@ def drop(request):
 
 
 def touch(request):
-    """Say that the owner lives, and see that the box ends without it (see `watch`)."""
+    """Note that the owner lives. The first call starts a process that ends the box once the owner is silent (`watch`);
+    not without root, nor in the owner's own pid namespace, since it kills all that it can. Says whether it did so."""
     owner_path = os.path.join(request["state"], "owner")
     is_first = not os.path.exists(owner_path)
     with open(owner_path, "a"):
