@@ -123,6 +123,8 @@ class Transactions:
 
     @contextmanager
     def _alone(self, *, durable: bool, shared: bool) -> Generator[None]:
+        """A write transaction for this block alone, outside of any batch; rolled back unless the block ends well. See
+        `write` for `durable` and `shared`."""
         if self.driver.in_transaction:
             raise StoreError(f"{self.driver.path}: a write transaction is open already")
         try:
