@@ -22,7 +22,8 @@ _CHARS: Final = 500  # of one
 
 
 def pause(run: RunDir, body: Any) -> Json:
-    """Pause it; `now` in amid its turns. Here and below: what to tell. Raises UsageError as `steering.pause`."""
+    """Pause a run; with `now` in the request's document, its turns under way stop too. Returns the line to show to the
+    user. Raises UsageError for another document, and as `steering.pause`."""
     pauses_now = _document(body, "now").get("now")
     if not isinstance(pauses_now, bool):
         raise UsageError(f"now = {pauses_now!r}: give true or false")
@@ -30,7 +31,7 @@ def pause(run: RunDir, body: Any) -> Json:
 
 
 def resume(run: RunDir, body: Any) -> Json:
-    """Let it go on. Raises UsageError as `steering.resume`."""
+    """Let a paused run go on. Raises UsageError as `steering.resume`."""
     _document(body)
     return {"told": steering.resume(run)}
 
