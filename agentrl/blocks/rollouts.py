@@ -201,7 +201,11 @@ async def _journaled(
     run_store, reader = buffer.store, buffer.reader
     if not run_store.versions.knows_version(fleet.version):
         hint = "publish(learner.weights(), fleet, buffer) before"
-        raise UsageError(f"the fleet serves weight version {fleet.version}, which the buffer did not mint: {hint}")
+        # Also for whoever waits in `take`, which would else say at the end of its deadline that nobody plays.
+        buffer.failure = UsageError(
+            f"the fleet serves weight version {fleet.version}, which the buffer did not mint: {hint}"
+        )
+        raise buffer.failure
     bounds = buffer.bounds(group_size, context.settings.max_running)
     journal = JournalWriter(run_store, reader, disk_wait_s=_DISK_S)
     ended_episode_ids: list[int] = []

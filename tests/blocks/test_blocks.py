@@ -277,6 +277,8 @@ def test_a_rollout_into_a_buffer_runs_as_far_ahead_as_its_lag_bound_and_needs_pu
     ):
         with pytest.raises(UsageError, match="which the buffer did not mint: publish"):
             next(sync.rollout(ENV, own, kwargs=DIALS, settings=TURNS, buffer=buffer))
+        with pytest.raises(UsageError, match="which the buffer did not mint: publish"):
+            buffer.take(timeout_s=60)
         sync.publish(learner.weights(), own, buffer)
         with sync.rollout(ENV, own, kwargs=DIALS, settings=TURNS, group_size=2, buffer=buffer) as playing:
             found = [next(playing) for _ in range(8)]
