@@ -31,9 +31,9 @@ _ABSENT = "not installed"
 
 def _find_agentrl(folder: Path) -> None:
     """Make `agentrl.conformance` importable from its folder, without `agentrl/__init__.py` and its requirements."""
-    package = types.ModuleType("agentrl")
-    package.__path__ = [str(folder.parent)]
-    sys.modules["agentrl"] = package
+    bare_package = types.ModuleType("agentrl")
+    bare_package.__path__ = [str(folder.parent)]
+    sys.modules["agentrl"] = bare_package
 
 
 def load(trainer: str) -> Any:
@@ -42,34 +42,36 @@ def load(trainer: str) -> Any:
 
     reference = BUILT_IN.get(trainer, trainer)
     if ":" not in reference:
-        entries = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
-        if trainer not in entries:
-            names = ", ".join(sorted({*BUILT_IN, *entries}))
-            raise LookupError(f"no trainer {trainer!r}: give one of {names}, or module:object of an adapter")
-        reference = entries[trainer]
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
+        entry_points = {entry_point.name: entry_point.value for entry_point in metadata.entry_points(group=GROUP)}
+        if trainer not in entry_points:
+            known_trainers = ", ".join(sorted({*BUILT_IN, *entry_points}))
+            raise LookupError(f"no trainer {trainer!r}: give one of {known_trainers}, or module:object of an adapter")
+        reference = entry_points[trainer]
+    module_name, _, object_name = reference.partition(":")
+    return getattr(importlib.import_module(module_name), object_name)
 
 
 def main(order: dict[str, Any]) -> None:
     """Play a life of the trainer in each case, and write its events."""
     from agentrl.conformance.observation import Recorder
 
-    adapter = load(order["trainer"])
-    versions = versions_of(adapter.packages)
-    if missing := [name for name, version in versions.items() if version == _ABSENT]:
-        hint = "give --python of an environment that has it"
-        raise LookupError(f"{missing[0]} is not installed for {sys.executable}: {hint}")
-    for case in order["cases"]:
-        with Path(case["events"]).open("w", encoding="utf-8") as file:
-            recorder = Recorder(file, hold_at_step=case["hold_at_step"])
+    trainer_adapter = load(order["trainer"])
+    versions = versions_of(trainer_adapter.packages)
+    if missing_packages := [
+        package_name for package_name, package_version in versions.items() if package_version == _ABSENT
+    ]:
+        correction = "give --python of an environment that has it"
+        raise LookupError(f"{missing_packages[0]} is not installed for {sys.executable}: {correction}")
+    for case_order in order["cases"]:
+        with Path(case_order["events"]).open("w", encoding="utf-8") as events_file:
+            recorder = Recorder(events_file, hold_at_step=case_order["hold_at_step"])
             recorder.versions(versions)
             try:
-                _train(adapter, case, recorder)
+                _train(trainer_adapter, case_order, recorder)
             except Exception as error:  # a trainer that refuses, or fails: what it says is part of the observation
                 traceback.print_exc()
-                line = next((line for line in str(error).splitlines() if line.strip()), "")
-                recorder.stopped(f"{type(error).__name__}: {line}"[:300])
+                error_line = next((error_line for error_line in str(error).splitlines() if error_line.strip()), "")
+                recorder.stopped(f"{type(error).__name__}: {error_line}"[:300])
             else:
                 recorder.finished()
 
@@ -78,14 +80,17 @@ def _train(adapter: Any, case: dict[str, Any], recorder: Recorder) -> None:
     from agentrl.conformance.adapters.adapter import Setup
     from agentrl.conformance.scenario import Scenario
 
-    for outcome, reasons in (("not applicable", adapter.not_applicable), ("not observed", adapter.not_observed)):
-        if case["name"] in reasons:
-            recorder.skipped(outcome, reasons[case["name"]])
+    for skip_outcome, reasons_by_case in (
+        ("not applicable", adapter.not_applicable),
+        ("not observed", adapter.not_observed),
+    ):
+        if case["name"] in reasons_by_case:
+            recorder.skipped(skip_outcome, reasons_by_case[case["name"]])
             return
-    for column, reason in adapter.unseen.items():
-        recorder.unseen(column, reason)
-    setup = Setup(model=Path(case["model"]), url=case["url"], folder=Path(case["folder"]))
-    adapter.train(Scenario.read(case["scenario"]), setup, recorder)
+    for unseen_column, unseen_reason in adapter.unseen.items():
+        recorder.unseen(unseen_column, unseen_reason)
+    case_setup = Setup(model=Path(case["model"]), url=case["url"], folder=Path(case["folder"]))
+    adapter.train(Scenario.read(case["scenario"]), case_setup, recorder)
 
 
 def _end_with_parent() -> None:
@@ -98,13 +103,13 @@ def _end_with_parent() -> None:
 
 def versions_of(packages: tuple[str, ...]) -> dict[str, str]:
     """The versions of distributions that are installed here."""
-    versions: dict[str, str] = {}
-    for name in packages:
+    package_versions: dict[str, str] = {}
+    for package_name in packages:
         try:
-            versions[name] = metadata.version(name)
+            package_versions[package_name] = metadata.version(package_name)
         except metadata.PackageNotFoundError:
-            versions[name] = _ABSENT
-    return versions
+            package_versions[package_name] = _ABSENT
+    return package_versions
 
 
 if __name__ == "__main__":

@@ -43,13 +43,13 @@ class Row:
 
     def spans(self) -> list[tuple[int, int]]:
         """Start and end of each unbroken run of scored tokens."""
-        spans: list[tuple[int, int]] = []
-        for place, is_scored in enumerate(self.scored):
-            if is_scored and spans and spans[-1][1] == place:
-                spans[-1] = (spans[-1][0], place + 1)
+        scored_spans: list[tuple[int, int]] = []
+        for token_index, is_scored in enumerate(self.scored):
+            if is_scored and scored_spans and scored_spans[-1][1] == token_index:
+                scored_spans[-1] = (scored_spans[-1][0], token_index + 1)
             elif is_scored:
-                spans.append((place, place + 1))
-        return spans
+                scored_spans.append((token_index, token_index + 1))
+        return scored_spans
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class Recorder:
             "row",
             step=step,
             tokens=list(tokens),
-            scored=[bool(value) for value in scored],
-            advantages=None if advantages is None else [float(value) for value in advantages],
-            logprobs=None if logprobs is None else [float(value) for value in logprobs],
+            scored=[bool(token_value) for token_value in scored],
+            advantages=None if advantages is None else [float(token_value) for token_value in advantages],
+            logprobs=None if logprobs is None else [float(token_value) for token_value in logprobs],
         )
 
     def excluded(self, reason: str) -> None:
@@ -144,34 +144,41 @@ class Recorder:
 
 def add_events(observation: Observation, path: Path, life: int) -> None:
     """Read what an adapter wrote. A last line that a kill cut short is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for event_line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            event = cast("dict[str, Any]", json.loads(line))
+            adapter_event = cast("dict[str, Any]", json.loads(event_line))
         except ValueError:
             continue
-        match event.pop("event"):
+        match adapter_event.pop("event"):
             case "row":
-                optional = {name: event[name] and tuple(event[name]) for name in ("advantages", "logprobs")}
-                arrays = {name: tuple(event[name]) for name in ("tokens", "scored")}
-                observation.rows.append(Row(step=event["step"], life=life, **arrays, **optional))
+                optional_columns = {
+                    column_name: adapter_event[column_name] and tuple(adapter_event[column_name])
+                    for column_name in ("advantages", "logprobs")
+                }
+                required_columns = {
+                    column_name: tuple(adapter_event[column_name]) for column_name in ("tokens", "scored")
+                }
+                observation.rows.append(
+                    Row(step=adapter_event["step"], life=life, **required_columns, **optional_columns)
+                )
             case "excluded":
-                observation.excluded.append(event["reason"])
+                observation.excluded.append(adapter_event["reason"])
             case "notice":
-                observation.notices.append(event["text"])
+                observation.notices.append(adapter_event["text"])
             case "step":
-                observation.steps.append((life, event["step"]))
-                observation.finite.append(event["finite"])
+                observation.steps.append((life, adapter_event["step"]))
+                observation.finite.append(adapter_event["finite"])
             case "resumed":
-                observation.resumed = event["step"]
+                observation.resumed = adapter_event["step"]
             case "unseen":
-                observation.unseen[event["what"]] = event["reason"]
+                observation.unseen[adapter_event["what"]] = adapter_event["reason"]
             case "skipped":
-                observation.skipped = (event["outcome"], event["reason"])
+                observation.skipped = (adapter_event["outcome"], adapter_event["reason"])
             case "versions":
-                observation.versions.update(event["versions"])
+                observation.versions.update(adapter_event["versions"])
             case "stopped":
-                observation.stopped = event["error"]
+                observation.stopped = adapter_event["error"]
             case "finished":
                 observation.finished = True
-            case other:
-                raise ValueError(f"{path}: no event {other!r} is known")
+            case unknown_event:
+                raise ValueError(f"{path}: no event {unknown_event!r} is known")

@@ -67,15 +67,15 @@ class Scenario:
 
     def text(self, group: int, member: int, turn: int, attempt: int) -> str:
         """The text that the engine samples in a turn, without the token that ends it."""
-        name = f"g{group}m{member}t{turn}{chr(ord('a') + attempt)}"
+        turn_name = f"g{group}m{member}t{turn}{chr(ord('a') + attempt)}"
         if turn + 1 >= self.members[member].turns:
-            return f"{name} and so the answer is no"
-        return f'{name}\n<tool_call>\n{{"name": "{TOOL}", "arguments": {{"key": "{name}"}}}}\n</tool_call>'
+            return f"{turn_name} and so the answer is no"
+        return f'{turn_name}\n<tool_call>\n{{"name": "{TOOL}", "arguments": {{"key": "{turn_name}"}}}}\n</tool_call>'
 
     def is_last(self, text: str) -> bool:
         """Whether this sampled text is the last turn of its member. A text that names none ends its episode."""
-        name = NAME.search(text)
-        return name is None or int(name[3]) + 1 >= self.members[int(name[2])].turns
+        name_match = NAME.search(text)
+        return name_match is None or int(name_match[3]) + 1 >= self.members[int(name_match[2])].turns
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON."""
@@ -84,12 +84,12 @@ class Scenario:
     @classmethod
     def read(cls, document: dict[str, Any]) -> Scenario:
         """The scenario that `document` wrote."""
-        fields: dict[str, Any] = {
+        scenario_fields: dict[str, Any] = {
             **document,
-            "members": tuple(Member(**member) for member in document["members"]),
-            "faults": tuple(Fault(**fault) for fault in document["faults"]),
+            "members": tuple(Member(**member_fields) for member_fields in document["members"]),
+            "faults": tuple(Fault(**fault_fields) for fault_fields in document["faults"]),
         }
-        return cls(**fields)
+        return cls(**scenario_fields)
 
 
 def task_text(group: int) -> str:
@@ -99,5 +99,5 @@ def task_text(group: int) -> str:
 
 def group_of(text: str) -> int | None:
     """The group whose task stands in a prompt."""
-    task = re.search(r"task g(\d+): look", text)
-    return None if task is None else int(task[1])
+    task_match = re.search(r"task g(\d+): look", text)
+    return None if task_match is None else int(task_match[1])

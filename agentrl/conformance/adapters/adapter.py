@@ -35,15 +35,15 @@ class Setup:
     def grade(self, name: str) -> float:
         """The reward that the grader gives for a sampled text: any text with the turn's name. Raises OSError if the
         grader's host fails."""
-        with urllib.request.urlopen(f"{self.url}/grade?name={quote(name)}", timeout=_CALL_S) as answer:
-            return float(json.load(answer)["reward"])
+        with urllib.request.urlopen(f"{self.url}/grade?name={quote(name)}", timeout=_CALL_S) as grader_response:
+            return float(json.load(grader_response)["reward"])
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request to the engine. Raises OSError."""
-        data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=_CALL_S) as answer:
-            return cast("dict[str, Any]", json.load(answer))
+        body_bytes, request_headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        engine_request = urllib.request.Request(f"{self.url}{path}", body_bytes, request_headers)
+        with urllib.request.urlopen(engine_request, timeout=_CALL_S) as engine_response:
+            return cast("dict[str, Any]", json.load(engine_response))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,8 @@ class ScriptedTask(Env):
     def step(self, action: str) -> StepResult:
         if not self._scenario.is_last(action):
             return (Message(role="tool", content=self._scenario.tool_text),), 0.0, False, False, {}
-        reward = self._setup.grade(action[:40])
-        return (), 0.0, True, False, {"outcome": reward, "success": reward > 0}
+        member_reward = self._setup.grade(action[:40])
+        return (), 0.0, True, False, {"outcome": member_reward, "success": member_reward > 0}
 
 
 class ScriptedProgram(ProgramEnv):
@@ -70,20 +70,22 @@ class ScriptedProgram(ProgramEnv):
             messages: list[dict[str, Any]] = [{"role": "user", "content": task_text(0)}]
             while True:
                 messages.append(await _answer(session, messages, scenario.client_patience_s))
-                text = str(messages[-1]["content"])
-                if scenario.is_last(text):
-                    return await trio.to_thread.run_sync(setup.grade, text[:40])
+                answer_text = str(messages[-1]["content"])
+                if scenario.is_last(answer_text):
+                    return await trio.to_thread.run_sync(setup.grade, answer_text[:40])
                 messages.append({"role": "user", "content": scenario.tool_text})
 
         super().__init__(program)
 
 
 async def _answer(session: Session, messages: list[dict[str, Any]], patience_s: float | None) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=patience_s or _WAIT_S, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=patience_s or _WAIT_S, trust_env=False) as http_client:
         for _ in range(_MOST_TRIES):
             with suppress(httpx.TimeoutException):
-                answer = await client.post(f"{session.base_url}/v1/chat/completions", json={"messages": messages})
-                return answer.raise_for_status().json()["choices"][0]["message"]
+                http_response = await http_client.post(
+                    f"{session.base_url}/v1/chat/completions", json={"messages": messages}
+                )
+                return http_response.raise_for_status().json()["choices"][0]["message"]
     raise TimeoutError(f"no answer after {_MOST_TRIES} tries")
 
 
@@ -94,39 +96,45 @@ class _Pass:
     turns: dict[tuple[int, int], dict[str, list[float]]]
 
     def __call__(self, pack: Any, tokens: Mapping[str, torch.Tensor], outputs: Any) -> None:
-        columns = {name: tokens[name].tolist() for name in ("episode", "turn", "advantage", "behaviour")}
-        columns["token"] = pack.target_K.tolist()
-        for place, key in enumerate(zip(columns["episode"], columns["turn"], strict=True)):
-            values = self.turns.setdefault(key, {"token": [], "advantage": [], "behaviour": []})
-            for name in values:
-                values[name].append(columns[name][place])
+        pass_columns = {
+            column_name: tokens[column_name].tolist() for column_name in ("episode", "turn", "advantage", "behaviour")
+        }
+        pass_columns["token"] = pack.target_K.tolist()
+        for token_index, turn_key in enumerate(zip(pass_columns["episode"], pass_columns["turn"], strict=True)):
+            turn_columns = self.turns.setdefault(turn_key, {"token": [], "advantage": [], "behaviour": []})
+            for column_name in turn_columns:
+                turn_columns[column_name].append(pass_columns[column_name][token_index])
 
 
 def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
     """Play the groups and train one in each step."""
-    members = len(scenario.members)
+    group_size = len(scenario.members)
     learner = _learner(setup)
     passes = _Pass({})
     learner.worker.on_pass = passes
-    settings = {
+    rollout_settings = {
         "max_turns": max(member.turns for member in scenario.members) + 1,
         "max_tokens_per_turn": 256,
-        "max_running": members,
+        "max_running": group_size,
         "failure_budget": 0.9,
         "group_deadline_s": _STALLED_S if any(fault.kind == "stalls" for fault in scenario.faults) else 300.0,
     }
-    engine = {"kind": "vllm", "dtype": "float32", "canary": scenario.delivery != "none"}
+    engine_settings = {"kind": "vllm", "dtype": "float32", "canary": scenario.delivery != "none"}
     with Buffer(setup.folder / "buffer", groups_per_step=1, max_lag=scenario.max_lag) as buffer:
-        if (saved := buffer.resume()) is not None:
-            learner.load(saved)
+        if (saved_checkpoint := buffer.resume()) is not None:
+            learner.load(saved_checkpoint)
             recorder.resumed(learner.step_index)
         _mint(buffer, setup, learner.step_index)  # before the fleet asks its engine for the version
-        tasks = [Task(index=group, env="", seed=group) for group in range(scenario.groups)]
-        make = partial(ScriptedTask if scenario.client_patience_s is None else ScriptedProgram, scenario, setup)
-        make.__module__, make.__qualname__ = __name__, "ScriptedTask"  # pyright: ignore[reportAttributeAccessIssue]
+        group_tasks = [Task(index=group_index, env="", seed=group_index) for group_index in range(scenario.groups)]
+        make_environment = partial(
+            ScriptedTask if scenario.client_patience_s is None else ScriptedProgram, scenario, setup
+        )
+        make_environment.__module__, make_environment.__qualname__ = __name__, "ScriptedTask"  # pyright: ignore[reportAttributeAccessIssue]
         with (
-            EngineFleet.attach(setup.url, str(setup.model), settings=engine) as fleet,
-            rollout(make, fleet, tasks, group_size=members, settings=settings, buffer=buffer),
+            EngineFleet.attach(setup.url, str(setup.model), settings=engine_settings) as fleet,
+            rollout(
+                make_environment, fleet, group_tasks, group_size=group_size, settings=rollout_settings, buffer=buffer
+            ),
         ):
             while learner.step_index < scenario.groups:
                 batch = buffer.take(timeout_s=_WAIT_S)
@@ -137,8 +145,8 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
                     publish(_weights(learner, setup), fleet, buffer)
                 if scenario.checkpoint_every and learner.step_index % scenario.checkpoint_every == 0:
                     buffer.checkpoint(learner.step_index, learner.save(setup.folder / "checkpoints"))
-    for boundary, case, _, _ in notices.OF_PROCESS.take_new(last=True):
-        recorder.notice(f"{boundary}: {case}")
+    for boundary, notice_text, _, _ in notices.OF_PROCESS.take_new(last=True):
+        recorder.notice(f"{boundary}: {notice_text}")
 
 
 def _learner(setup: Setup) -> Learner:
@@ -151,9 +159,9 @@ def _learner(setup: Setup) -> Learner:
 
 def _mint(buffer: Buffer, setup: Setup, step: int) -> None:
     """Weights of `step` as a new version, which the engine stamps its tokens with from now on."""
-    version = buffer.mint(step)
-    setup.post("/update_weight_version", {"new_version": str(version.version)})
-    buffer.confirm(version)
+    minted_version = buffer.mint(step)
+    setup.post("/update_weight_version", {"new_version": str(minted_version.version)})
+    buffer.confirm(minted_version)
 
 
 def _ignore(version: int, step: int) -> None:
@@ -162,54 +170,62 @@ def _ignore(version: int, step: int) -> None:
 
 def _weights(learner: Learner, setup: Setup) -> Weights:
     """The weights of now in a file, with what proves on an engine that it has them."""
-    file = learner.export(setup.folder / f"weights-{learner.step_index}.safetensors", dtype=torch.float32)
-    proof = proof_of(learner, file.fingerprints, version=0, dtype="float32", train=learner.settings.train)
-    step = learner.step_index
-    return Weights(step=step, path=file.path, sha256=file.sha256, proof=proof, published=_ignore)
+    weights_file = learner.export(setup.folder / f"weights-{learner.step_index}.safetensors", dtype=torch.float32)
+    delivery_proof = proof_of(
+        learner, weights_file.fingerprints, version=0, dtype="float32", train=learner.settings.train
+    )
+    learner_step = learner.step_index
+    return Weights(
+        step=learner_step, path=weights_file.path, sha256=weights_file.sha256, proof=delivery_proof, published=_ignore
+    )
 
 
 def _step(learner: Learner, batch: Batch, passes: _Pass, recorder: Recorder) -> None:
     passes.turns.clear()
-    report = learner.step(batch.groups, step_of=batch.step_of, undone=batch.undone, max_lag=batch.max_lag)
+    step_report = learner.step(batch.groups, step_of=batch.step_of, undone=batch.undone, max_lag=batch.max_lag)
     for trajectory in batch.trajectories:
         if not trajectory.scored:
             recorder.excluded(f"{_name(trajectory)}: {trajectory.stop_reason}")
-    trained = defaultdict[int, dict[int, dict[str, list[float]]]](dict)
-    for (episode, turn), values in passes.turns.items():
-        trained[episode][turn] = values
-    by_id = {trajectory.episode_id: trajectory for trajectory in batch.trajectories}
-    for episode, turns in trained.items():
-        _record_rows(by_id[episode].turns, turns, learner.step_index, recorder)
-    finite = all(bool(tensor.isfinite().all()) for tensor in learner.models.tensors().values())
-    recorder.step(report.step, finite=finite)
+    trained_columns = defaultdict[int, dict[int, dict[str, list[float]]]](dict)
+    for (episode_id, turn_index), turn_columns in passes.turns.items():
+        trained_columns[episode_id][turn_index] = turn_columns
+    trajectories_by_id = {trajectory.episode_id: trajectory for trajectory in batch.trajectories}
+    for episode_id, trained_turns in trained_columns.items():
+        _record_rows(trajectories_by_id[episode_id].turns, trained_turns, learner.step_index, recorder)
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in learner.models.tensors().values())
+    recorder.step(step_report.step, finite=is_finite)
 
 
 def _name(trajectory: Trajectory) -> str:
-    name = next((match for turn in trajectory.turns if (match := NAME.search(turn.text))), None)
-    return f"episode {trajectory.episode_id}" if name is None else f"g{name[1]}m{name[2]}"
+    name_match = next(
+        (turn_match for played_turn in trajectory.turns if (turn_match := NAME.search(played_turn.text))), None
+    )
+    return f"episode {trajectory.episode_id}" if name_match is None else f"g{name_match[1]}m{name_match[2]}"
 
 
 def _record_rows(
     turns: Sequence[Turn], trained: Mapping[int, Mapping[str, list[float]]], step: int, recorder: Recorder
 ) -> None:
     """One row for each chain of turns; a turn that is not in the loss is context."""
-    parents = {turn.parent for turn in turns}
-    for leaf in (turn for turn in turns if turn.index not in parents):
-        chain = [leaf]
-        while chain[0].parent is not None:
-            chain.insert(0, turns[chain[0].parent])
-        tokens: list[int] = []
-        scored: list[bool] = []
+    parent_indices = {chain_turn.parent for chain_turn in turns}
+    for leaf_turn in (chain_turn for chain_turn in turns if chain_turn.index not in parent_indices):
+        turn_chain = [leaf_turn]
+        while turn_chain[0].parent is not None:
+            turn_chain.insert(0, turns[turn_chain[0].parent])
+        row_tokens: list[int] = []
+        scored_tokens: list[bool] = []
         advantages: list[float] = []
         logprobs: list[float] = []
-        for turn in chain:
-            values = trained.get(turn.index)
-            context = [*turn.prompt_ids, *(() if values else turn.token_ids)]
-            tokens += [*context, *([] if values is None else map(int, values["token"]))]
-            for line, of_turn in ((advantages, "advantage"), (logprobs, "behaviour")):
-                line += [0.0] * len(context) + ([] if values is None else values[of_turn])
-            scored += [False] * len(context) + [True] * (len(tokens) - len(scored) - len(context))
-        recorder.row(step, tokens, scored, advantages, logprobs)
+        for chain_turn in turn_chain:
+            turn_columns = trained.get(chain_turn.index)
+            context_tokens = [*chain_turn.prompt_ids, *(() if turn_columns else chain_turn.token_ids)]
+            row_tokens += [*context_tokens, *([] if turn_columns is None else map(int, turn_columns["token"]))]
+            for row_column, column_name in ((advantages, "advantage"), (logprobs, "behaviour")):
+                row_column += [0.0] * len(context_tokens) + ([] if turn_columns is None else turn_columns[column_name])
+            scored_tokens += [False] * len(context_tokens) + [True] * (
+                len(row_tokens) - len(scored_tokens) - len(context_tokens)
+            )
+        recorder.row(step, row_tokens, scored_tokens, advantages, logprobs)
 
 
 ADAPTER = Adapter(packages=("agentrl-kit", "torch"), train=train)

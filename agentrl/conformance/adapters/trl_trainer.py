@@ -35,38 +35,42 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
     trainer_class, tokenizer_class, callback_class = _classes(setup, recorder)
     tokenizer = tokenizer_class.from_pretrained(setup.model)
     tokenizer.response_template = {}  # tells TRL that the tokenizer parses for itself
-    saved = transformers.trainer_utils.get_last_checkpoint(str(setup.folder))
-    if saved is not None:
-        recorder.resumed(int(saved.rpartition("-")[2]))
-    with warnings.catch_warnings(record=True) as caught:
+    last_checkpoint = transformers.trainer_utils.get_last_checkpoint(str(setup.folder))
+    if last_checkpoint is not None:
+        recorder.resumed(int(last_checkpoint.rpartition("-")[2]))
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        trainer = trainer_class(
+        grpo_trainer = trainer_class(
             model=transformers.AutoModelForCausalLM.from_pretrained(setup.model, dtype="float32"),
             reward_funcs=_reward_of(setup),
             args=_settings(scenario, setup),
             train_dataset=Dataset.from_dict(
-                {"prompt": [[{"role": "user", "content": task_text(group)}] for group in range(scenario.groups)]}
+                {
+                    "prompt": [
+                        [{"role": "user", "content": task_text(group_index)}] for group_index in range(scenario.groups)
+                    ]
+                }
             ),
             processing_class=tokenizer,
             environment_factory=_environment_of(scenario),
             callbacks=[callback_class()],
         )
-        trainer.train(resume_from_checkpoint=saved)
-    for warning in caught:
-        recorder.notice(str(warning.message)[:300])
+        grpo_trainer.train(resume_from_checkpoint=last_checkpoint)
+    for caught_warning in caught_warnings:
+        recorder.notice(str(caught_warning.message)[:300])
 
 
 def _settings(scenario: Scenario, setup: Setup) -> Any:
     import trl
 
-    members = len(scenario.members)
+    group_size = len(scenario.members)
     return trl.GRPOConfig(
         output_dir=str(setup.folder),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=members,
-        num_generations=members,
+        per_device_train_batch_size=group_size,
+        num_generations=group_size,
         max_completion_length=_LONGEST,
         shuffle_dataset=False,
         learning_rate=1e-4,
@@ -99,13 +103,15 @@ def _environment_of(scenario: Scenario) -> type:
 
 def _reward_of(setup: Setup) -> Any:
     def graded(completions: list[list[dict[str, Any]]], **_: object) -> list[float | None]:
-        rewards: list[float | None] = []
+        completion_rewards: list[float | None] = []
         for messages in completions:
             try:
-                rewards.append(setup.grade(next(name[0] for name in map(_name_in, reversed(messages)) if name)))
+                completion_rewards.append(
+                    setup.grade(next(name_match[0] for name_match in map(_name_in, reversed(messages)) if name_match))
+                )
             except OSError:
-                rewards.append(None)
-        return rewards
+                completion_rewards.append(None)
+        return completion_rewards
 
     return graded
 
@@ -122,45 +128,56 @@ def _classes(setup: Setup, recorder: Recorder) -> tuple[Any, Any, Any]:
 
     class Tokenizer(transformers.PreTrainedTokenizerFast):
         def parse_response(self, response: list[int], *_: Any, **__: Any) -> dict[str, Any]:
-            text = str(self.decode(response, skip_special_tokens=True))
-            message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text).rstrip("\n")}
-            calls = [{"type": "function", "function": json.loads(call)} for call in _CALL.findall(text)]
-            return {**message, "tool_calls": calls} if calls else message
+            decoded_text = str(self.decode(response, skip_special_tokens=True))
+            assistant_message: dict[str, Any] = {
+                "role": "assistant",
+                "content": _CALL.sub("", decoded_text).rstrip("\n"),
+            }
+            tool_calls = [
+                {"type": "function", "function": json.loads(call_json)} for call_json in _CALL.findall(decoded_text)
+            ]
+            return {**assistant_message, "tool_calls": tool_calls} if tool_calls else assistant_message
 
     class Recording(trl.GRPOTrainer):
         def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
-            tokens: list[list[int]] = []
-            logprobs: list[list[float]] = []
-            for ids in prompt_ids:
-                body = {"token_ids": list(ids), "sampling_params": {"max_tokens": _LONGEST}}
-                choice = setup.post("/inference/v1/generate", body)["choices"][0]
-                tokens.append(choice["token_ids"])
-                logprobs.append([entry["logprob"] for entry in choice["logprobs"]["content"]])
-            return tokens, logprobs
+            sampled_tokens: list[list[int]] = []
+            sampled_logprobs: list[list[float]] = []
+            for prompt_tokens in prompt_ids:
+                request_body = {"token_ids": list(prompt_tokens), "sampling_params": {"max_tokens": _LONGEST}}
+                sampled_choice = setup.post("/inference/v1/generate", request_body)["choices"][0]
+                sampled_tokens.append(sampled_choice["token_ids"])
+                sampled_logprobs.append(
+                    [logprob_entry["logprob"] for logprob_entry in sampled_choice["logprobs"]["content"]]
+                )
+            return sampled_tokens, sampled_logprobs
 
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-            sampled = inputs.get("sampling_per_token_logps")
-            for row in range(len(mask)):
-                prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
-                is_token = inputs["completion_mask"][row].bool()
-                scored = mask[row][is_token].tolist()
-                advantage = inputs["advantages"][row]
-                values = (advantage.expand(is_token.shape) if advantage.ndim == 0 else advantage)[is_token].tolist()
-                blank = [0] * len(prompt)
+            loss_mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            sampled_logprobs = inputs.get("sampling_per_token_logps")
+            for row_index in range(len(loss_mask)):
+                prompt_tokens = inputs["prompt_ids"][row_index][inputs["prompt_mask"][row_index].bool()].tolist()
+                is_token = inputs["completion_mask"][row_index].bool()
+                scored_tokens = loss_mask[row_index][is_token].tolist()
+                advantage = inputs["advantages"][row_index]
+                token_advantages = (advantage.expand(is_token.shape) if advantage.ndim == 0 else advantage)[
+                    is_token
+                ].tolist()
+                prompt_blank = [0] * len(prompt_tokens)
                 recorder.row(
                     self.state.global_step + 1,
-                    prompt + inputs["completion_ids"][row][is_token].tolist(),
-                    [bool(value) for value in [*blank, *scored]],
-                    [*blank, *values],
-                    None if sampled is None else [*blank, *sampled[row][is_token].tolist()],
+                    prompt_tokens + inputs["completion_ids"][row_index][is_token].tolist(),
+                    [bool(token_scored) for token_scored in [*prompt_blank, *scored_tokens]],
+                    [*prompt_blank, *token_advantages],
+                    None
+                    if sampled_logprobs is None
+                    else [*prompt_blank, *sampled_logprobs[row_index][is_token].tolist()],
                 )
             return super()._compute_loss(model, inputs)
 
     class Steps(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            finite = all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-            recorder.step(state.global_step, finite=finite)
+            is_finite = all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+            recorder.step(state.global_step, finite=is_finite)
 
     return Recording, Tokenizer, Steps
 

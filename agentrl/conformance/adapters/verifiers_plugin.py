@@ -36,9 +36,9 @@ class LookTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
     @vf.reward
     async def graded(self, trace: Any) -> float:
-        text = trace.branches[-1].messages[-1].content if trace.branches else None
-        name = NAME.search(text or "")
-        return await asyncio.to_thread(CASE.get()[1].grade, name[0] if name else "none")
+        last_text = trace.branches[-1].messages[-1].content if trace.branches else None
+        name_match = NAME.search(last_text or "")
+        return await asyncio.to_thread(CASE.get()[1].grade, name_match[0] if name_match else "none")
 
 
 class LookTaskset(vf.Taskset[LookTask, vf.TasksetConfig]):
@@ -64,13 +64,19 @@ class LookHarness(vf.Harness[LookHarnessConfig]):
         scenario, _ = CASE.get()
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
         while True:
-            body = {"model": ctx.model, "messages": messages, "tools": [{"type": "function", "function": _SCHEMA}]}
-            message = await _answer(f"{endpoint}/chat/completions", secret, body, scenario.client_patience_s)
-            messages.append(message)
-            if not message.get("tool_calls"):
+            request_body = {
+                "model": ctx.model,
+                "messages": messages,
+                "tools": [{"type": "function", "function": _SCHEMA}],
+            }
+            model_message = await _answer(
+                f"{endpoint}/chat/completions", secret, request_body, scenario.client_patience_s
+            )
+            messages.append(model_message)
+            if not model_message.get("tool_calls"):
                 return ProgramResult(0, "", "")
-            for call in message["tool_calls"]:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": scenario.tool_text})
+            for tool_call in model_message["tool_calls"]:
+                messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": scenario.tool_text})
 
 
 async def _answer(url: str, secret: str, body: dict[str, Any], patience_s: float | None) -> dict[str, Any]:
@@ -85,10 +91,10 @@ async def _answer(url: str, secret: str, body: dict[str, Any], patience_s: float
 
 
 def _completion(url: str, secret: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return json.load(answer)["choices"][0]["message"]
+    request_headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+    model_request = urllib.request.Request(url, json.dumps(body).encode(), request_headers)
+    with urllib.request.urlopen(model_request, timeout=timeout_s) as model_response:
+        return json.load(model_response)["choices"][0]["message"]
 
 
 __all__ = ["LookHarness", "LookTaskset"]

@@ -47,27 +47,34 @@ async def _play(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
 
     verifiers_plugin.CASE.set((scenario, setup))
     sys.modules[_PLUGIN] = verifiers_plugin  # plugins are loaded by a name without dots
-    timeout = {"rollout": _STALLED_S} if any(fault.kind == "stalls" for fault in scenario.faults) else {}
-    seat = {"harness": {"id": _PLUGIN}, "runtime": {"type": "subprocess"}, "timeout": timeout}
-    config = {"id": "", "taskset": {"id": _PLUGIN}, "interception": {"type": "server"}, "agent": seat}
-    env = loaders.load_environment(loaders.resolve_env_config(config))
-    client = TrainClientConfig(
+    timeout_config = (
+        {"rollout": _STALLED_S} if any(scenario_fault.kind == "stalls" for scenario_fault in scenario.faults) else {}
+    )
+    agent_config = {"harness": {"id": _PLUGIN}, "runtime": {"type": "subprocess"}, "timeout": timeout_config}
+    environment_config = {
+        "id": "",
+        "taskset": {"id": _PLUGIN},
+        "interception": {"type": "server"},
+        "agent": agent_config,
+    }
+    environment = loaders.load_environment(loaders.resolve_env_config(environment_config))
+    client_config = TrainClientConfig(
         base_url=f"{setup.url}/v1",
         api_key_var="AGENTRL_NO_KEY",
         renderer=Qwen3RendererConfig(),
         renderer_model_name=str(setup.model),
     )
-    context = vf.ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig())
-    (task,) = env.taskset
-    assert task.data.prompt == task_text(0)
-    async with env.serving():
-        episodes = await asyncio.gather(*(env.run_episode(task, context) for _ in scenario.members))
-    for trace in (trace for episode in episodes for trace in episode.traces):
-        if trace.errors:
-            recorder.excluded(f"{trace.errors[-1].type}: {trace.errors[-1].message}"[:300])
+    model_context = vf.ModelContext(model="tiny", client=client_config, sampling=vf.SamplingConfig())
+    (only_task,) = environment.taskset
+    assert only_task.data.prompt == task_text(0)
+    async with environment.serving():
+        episodes = await asyncio.gather(*(environment.run_episode(only_task, model_context) for _ in scenario.members))
+    for episode_trace in (episode_trace for played_episode in episodes for episode_trace in played_episode.traces):
+        if episode_trace.errors:
+            recorder.excluded(f"{episode_trace.errors[-1].type}: {episode_trace.errors[-1].message}"[:300])
             continue
-        for branch in trace.branches:
-            _record(branch, recorder)
+        for trace_branch in episode_trace.branches:
+            _record(trace_branch, recorder)
 
 
 def _record(branch: Any, recorder: Recorder) -> None:
