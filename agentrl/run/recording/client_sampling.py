@@ -32,22 +32,26 @@ KEYS: Final = SamplingKeys(frozenset(_BOUNDS), "the recorder does not pass it to
 
 def check_sampling(conversation: Conversation) -> None:
     """Raise UnservedRequest for a value that no engine can sample with."""
-    for key, value in conversation.sampling.items():
-        least, most = _BOUNDS[key]
+    for option, value in conversation.sampling.items():
+        lowest, highest = _BOUNDS[option]
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not least <= value <= most or (key in _WHOLE and value != int(value)):
-            kind = "a whole number" if key in _WHOLE else "a number"
-            raise UnservedRequest(f"{key} = {shown(value)}: give {kind} from {least:g} to {most:g}")
+        if not is_number or not lowest <= value <= highest or (option in _WHOLE and value != int(value)):
+            kind = "a whole number" if option in _WHOLE else "a number"
+            raise UnservedRequest(f"{option} = {shown(value)}: give {kind} from {lowest:g} to {highest:g}")
 
 
 def sampling_of(conversation: Conversation, default: SamplingParams) -> SamplingParams:
     """The sampling that a client asks for, within the limits of `default`."""
-    chosen: dict[str, Any] = {key: value for key, value in conversation.sampling.items() if key not in _LIMITS}
-    if "top_k" in chosen:
-        chosen["top_k"] = int(chosen["top_k"])
-    limits = [int(conversation.sampling[key]) for key in _LIMITS if key in conversation.sampling]
-    stops = tuple(stop for stop in conversation.stops if stop)
-    return replace(default, max_tokens=min(default.max_tokens, *limits, default.max_tokens), stop=stops, **chosen)
+    chosen_values: dict[str, Any] = {
+        option: value for option, value in conversation.sampling.items() if option not in _LIMITS
+    }
+    if "top_k" in chosen_values:
+        chosen_values["top_k"] = int(chosen_values["top_k"])
+    token_limits = [int(conversation.sampling[option]) for option in _LIMITS if option in conversation.sampling]
+    stop_texts = tuple(stop_text for stop_text in conversation.stops if stop_text)
+    return replace(
+        default, max_tokens=min(default.max_tokens, *token_limits, default.max_tokens), stop=stop_texts, **chosen_values
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,18 @@ class ClientSampling:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The rest of the turn; raises as the engine does."""
-        request, ending = await self._for_client(request)
-        return ending or await self.engine.generate(request)
+        request, empty_rest = await self._for_client(request)
+        return empty_rest or await self.engine.generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The rest of the turn in one chunk; raises as the engine does."""
-        rest = await self.generate(request)
-        yield Chunk(token_ids=rest.token_ids, logprobs=rest.logprobs, spans=rest.spans, finish=rest.finish)
+        generation = await self.generate(request)
+        yield Chunk(
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
+            finish=generation.finish,
+        )
 
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to whoever gave it."""
@@ -81,11 +90,11 @@ class ClientSampling:
         if conversation is None:
             return request, None
         # The limits that come with the request are those of the rest, the client's are those of the turn.
-        room = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.sampled)
-        sampling = sampling_of(conversation, room)
-        done = request.token_ids[len(request.token_ids) - request.sampled :]
-        finish = finish_of(done, sampling.max_tokens, sampling, self.decode) if done else None
-        if finish is not None:
-            return request, Generation(token_ids=(), logprobs=(), spans=(), finish=finish)
-        rest = replace(sampling, max_tokens=sampling.max_tokens - request.sampled)
-        return replace(request, sampling=rest), None
+        turn_limits = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.sampled)
+        sampling = sampling_of(conversation, turn_limits)
+        sampled_ids = request.token_ids[len(request.token_ids) - request.sampled :]
+        finish_reason = finish_of(sampled_ids, sampling.max_tokens, sampling, self.decode) if sampled_ids else None
+        if finish_reason is not None:
+            return request, Generation(token_ids=(), logprobs=(), spans=(), finish=finish_reason)
+        rest_sampling = replace(sampling, max_tokens=sampling.max_tokens - request.sampled)
+        return replace(request, sampling=rest_sampling), None

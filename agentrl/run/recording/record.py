@@ -96,30 +96,30 @@ def record(settings: RecordSettings) -> int:
     if settings.no_key and settings.key_variable is not None:
         raise UsageError("--no-key and --api-key-env: give one of them")
     check_url("--engine", settings.engine)
-    run, config = opened_folder(settings)
-    with run.lock(f"end it first, or give another --out than {settings.out}"):
-        with RunStore.open(run.store_path) as store:
-            run.write_config(config, store)  # the engine may be another one than before
+    run_dir, run_config = opened_folder(settings)
+    with run_dir.lock(f"end it first, or give another --out than {settings.out}"):
+        with RunStore.open(run_dir.store_path) as run_store:
+            run_dir.write_config(run_config, run_store)  # the engine may be another one than before
         try:
-            return trio.run(_record, settings, run, config, clock=HostClock())
-        except BaseExceptionGroup as group:  # of the recorder's tasks: one line says what ended them
-            raise matters(group) from None
+            return trio.run(_record, settings, run_dir, run_config, clock=HostClock())
+        except BaseExceptionGroup as task_errors:  # of the recorder's tasks: one line says what ended them
+            raise matters(task_errors) from None
 
 
 def opened_folder(settings: RecordSettings) -> tuple[RunDir, RunConfig]:
     """The folder of the recordings, new or as it is, and the settings with which they go on. Raises as `record`."""
-    run = RunDir(settings.out)
-    is_new = not run.store_path.exists()
+    run_dir = RunDir(settings.out)
+    is_new = not run_dir.store_path.exists()
     if not is_new:
-        _check(run, settings)
-    room = settings.max_context or trio.run(_room, settings)
-    config = _config(settings, room)
-    return (RunDir.create(settings.out, config) if is_new else run), config
+        _check(run_dir, settings)
+    context_tokens = settings.max_context or trio.run(_room, settings)
+    run_config = _config(settings, context_tokens)
+    return (RunDir.create(settings.out, run_config) if is_new else run_dir), run_config
 
 
 def _config(settings: RecordSettings, room: int) -> RunConfig:
     """The settings of the folder as a run's: its model, its engine, and how a conversation is played."""
-    rollout: dict[str, Any] = {
+    rollout_settings: dict[str, Any] = {
         "group_size": 1,
         "max_context": room,
         "max_tokens_per_turn": room - 1,
@@ -130,16 +130,16 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
         "turn_deadline_s": 3600.0,
         "episode_deadline_s": 1e9,  # a conversation may go on for ever
     }
-    engine: dict[str, Any] = {"kind": "vllm" if settings.is_text else settings.kind, "urls": [settings.engine]}
+    engine_settings: dict[str, Any] = {"kind": "vllm" if settings.is_text else settings.kind, "urls": [settings.engine]}
     if settings.engine_key is not None:
-        engine["api_key_env"] = settings.engine_key
+        engine_settings["api_key_env"] = settings.engine_key
     return configuration.parse(
         {
             "name": settings.out.resolve().name,
             "model": settings.model,
             "env": {"id": RECORDED},
-            "rollout": rollout,
-            "engine": engine,
+            "rollout": rollout_settings,
+            "engine": engine_settings,
             "algo": {"kind": "reinforce++"},  # of episodes without siblings
             "train": {"tokens_per_batch": room},
         }
@@ -148,21 +148,23 @@ def _config(settings: RecordSettings, room: int) -> RunConfig:
 
 def _check(run: RunDir, settings: RecordSettings) -> None:
     """Raise UsageError for a folder that a recorder cannot go on with."""
-    config = run.config()
+    run_config = run.config()
     if not run.is_recording:
         raise UsageError(f"{run.path} holds a run and no recordings: give another --out")
     # Tokens of two models in one conversation would be one row of nobody's policy.
-    if config.model != settings.model:
-        raise UsageError(f"{run.path} has recordings of {config.model}: give --model {config.model} or another --out")
+    if run_config.model != settings.model:
+        raise UsageError(
+            f"{run.path} has recordings of {run_config.model}: give --model {run_config.model} or another --out"
+        )
 
 
 async def _record(settings: RecordSettings, run: RunDir, config: RunConfig) -> int:
-    key = _key(settings, run)
-    async with serving(settings, run, config, key) as (recorder, port):
+    client_key = _key(settings, run)
+    async with serving(settings, run, config, client_key) as (recorder, bound_port):
         if settings.command:
-            return await _run_command(settings, recorder, port, key or "")
-        for line in _announced(settings, port, key):
-            print(line, flush=True)
+            return await _run_command(settings, recorder, bound_port, client_key or "")
+        for announcement in _announced(settings, bound_port, client_key):
+            print(announcement, flush=True)
         await _signalled()
         return 0
 
@@ -173,23 +175,25 @@ async def serving(
 ) -> AsyncGenerator[tuple[Recorder, int]]:
     """A recorder over the folder `run`, and the port at which it answers, for as long as the block runs. Its caller
     holds the folder's lock."""
-    async with AsyncExitStack() as stack:
-        opened = stack.enter_context(closing(RunStore.open(run.store_path)))
-        reader = stack.enter_context(closing(RunStore.read(run.store_path, away_s=0)))
-        store = await stack.enter_async_context(JournalWriter(opened, reader, disk_wait_s=_DISK_S))
-        upstream = await stack.enter_async_context(_upstream(settings, config, store))
+    async with AsyncExitStack() as exit_stack:
+        writable_store = exit_stack.enter_context(closing(RunStore.open(run.store_path)))
+        store_reader = exit_stack.enter_context(closing(RunStore.read(run.store_path, away_s=0)))
+        journal_writer = await exit_stack.enter_async_context(
+            JournalWriter(writable_store, store_reader, disk_wait_s=_DISK_S)
+        )
+        upstream = await exit_stack.enter_async_context(_upstream(settings, config, journal_writer))
         listeners = await _listeners(settings)
-        gate = TurnGate()
+        turn_gate = TurnGate()
 
         def context(env: RecordedConversation) -> RolloutContext:
-            return replace(upstream.context(env), make_env=env.made_for, gate=gate)
+            return replace(upstream.context(env), make_env=env.made_for, gate=turn_gate)
 
         async with trio.open_nursery() as nursery:
             recorder = Recorder(
-                store,
+                journal_writer,
                 context,
                 nursery,
-                gate=gate,
+                gate=turn_gate,
                 lease_s=config.rollout.lease_s,
                 tool_format=upstream.tool_format,
                 name=f"recorder.{os.getpid()}",
@@ -203,8 +207,10 @@ async def serving(
             await recorder.restore()
             nursery.start_soon(recorder.keep_leases)
             nursery.start_soon(recorder.end_sleepers)
-            bounds = ServerBounds(body_bytes=MAX_BODY)
-            nursery.start_soon(partial(listen, recorder, listeners, bounds=bounds, refuses=partial(_refuses, key)))
+            server_bounds = ServerBounds(body_bytes=MAX_BODY)
+            nursery.start_soon(
+                partial(listen, recorder, listeners, bounds=server_bounds, refuses=partial(_refuses, key))
+            )
             yield recorder, listeners[0].socket.getsockname()[1]
             with trio.CancelScope(shield=True):
                 await recorder.aclose()
@@ -225,34 +231,34 @@ class _Upstream:
 
 @asynccontextmanager
 async def _upstream(settings: RecordSettings, config: RunConfig, store: JournalWriter) -> AsyncGenerator[_Upstream]:
-    common: dict[str, Any] = {"store": store, "settings": config.rollout, "make_env": _nobody_makes}
+    common_context: dict[str, Any] = {"store": store, "settings": config.rollout, "make_env": _nobody_makes}
     if settings.is_text:
-        key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
-        client = ScoringClient(settings.engine, model=settings.model, api_key=key, deadline_s=_ANSWER_S)
+        engine_key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
+        scoring_client = ScoringClient(settings.engine, model=settings.model, api_key=engine_key, deadline_s=_ANSWER_S)
 
         def as_text(env: RecordedConversation) -> RolloutContext:
-            upstream = TextUpstream(client, env, deadline_s=_ANSWER_S)
-            return RolloutContext(engine=upstream, renderer=upstream, **common)
+            upstream = TextUpstream(scoring_client, env, deadline_s=_ANSWER_S)
+            return RolloutContext(engine=upstream, renderer=upstream, **common_context)
 
         yield _Upstream(as_text, DEFAULT, TEXT)
         return
     renderer = renderer_of(config)
-    fleet = Fleet.configured(
+    engine_fleet = Fleet.configured(
         [_client(settings)], config.engine, decode=renderer.decode, knows=partial(_note_version, store, set[int]())
     )
 
     def as_tokens(env: RecordedConversation) -> RolloutContext:
-        engine = ClientSampling(fleet, env.waiting, renderer.decode, env.note_prompt)
-        return RolloutContext(engine=engine, renderer=renderer, **common)
+        client_sampling = ClientSampling(engine_fleet, env.waiting, renderer.decode, env.note_prompt)
+        return RolloutContext(engine=client_sampling, renderer=renderer, **common_context)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(fleet.control)
+        nursery.start_soon(engine_fleet.control)
         try:
             yield _Upstream(as_tokens, renderer.tool_format or DEFAULT, TRAIN)
         finally:
             nursery.cancel_scope.cancel()
             with trio.move_on_after(_CLOSE_S, shield=True):
-                await fleet.aclose()
+                await engine_fleet.aclose()
 
 
 def _nobody_makes(task: object) -> Any:
@@ -268,25 +274,27 @@ async def _note_version(store: JournalWriter, known: set[int], version: int) -> 
 
 
 def _client(settings: RecordSettings) -> EngineClient:
-    key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
-    words = None if settings.is_text else vocabulary(model_dir(settings.model))
-    kind = "vllm" if settings.kind == "openai" else settings.kind
-    return EngineClient(settings.engine, kind=kind, api_key=key, vocabulary=words)
+    engine_key = None if settings.engine_key is None else key_in(settings.engine_key, "--key-variable")
+    vocabulary_words = None if settings.is_text else vocabulary(model_dir(settings.model))
+    engine_kind = "vllm" if settings.kind == "openai" else settings.kind
+    return EngineClient(settings.engine, kind=engine_kind, api_key=engine_key, vocabulary=vocabulary_words)
 
 
 async def _room(settings: RecordSettings) -> int:
     """The most tokens of a conversation, as the engine says. Raises EngineUnavailable."""
-    client = _client(settings)
+    engine_client = _client(settings)
     try:
-        models: Any = json.loads(await client.call("GET", "/v1/models", deadline_s=30.0))
-        room = models["data"][0].get("max_model_len")
+        model_list: Any = json.loads(await engine_client.call("GET", "/v1/models", deadline_s=30.0))
+        context_tokens = model_list["data"][0].get("max_model_len")
     except (EngineUnavailable, EngineTimeout) as error:
         raise EngineUnavailable(f"no engine answers at {settings.engine} ({error}): start it") from error
     except (EngineError, ValueError, KeyError, IndexError, TypeError, AttributeError):
-        room = None
+        context_tokens = None
     finally:
-        await client.aclose()
-    return room if isinstance(room, int) and room >= 2 and not settings.is_text else _CONTEXT
+        await engine_client.aclose()
+    return (
+        context_tokens if isinstance(context_tokens, int) and context_tokens >= 2 and not settings.is_text else _CONTEXT
+    )
 
 
 # --- the door
@@ -295,20 +303,20 @@ async def _room(settings: RecordSettings) -> int:
 def _key(settings: RecordSettings, run: RunDir) -> str | None:
     """The key that clients show; None without one."""
     if settings.key_variable is not None:
-        if not (value := os.environ.get(settings.key_variable)):
+        if not (variable_value := os.environ.get(settings.key_variable)):
             raise UsageError(f"--api-key-env {settings.key_variable}: this environment variable is not set: export it")
-        return value
+        return variable_value
     if settings.command:  # every user of this machine reaches the port, and the program has the key anyway
         return secrets.token_urlsafe(24)
     if settings.no_key or _is_loopback(settings.host):
         return None
     # In the folder, which is its owner's alone: clients that come back after a restart show the key that they have.
-    file = run.path / _KEY_FILE
-    if not file.exists():
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(secrets.token_urlsafe(24))
-    return file.read_text(encoding="utf-8")
+    key_path = run.path / _KEY_FILE
+    if not key_path.exists():
+        descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as key_stream:
+            key_stream.write(secrets.token_urlsafe(24))
+    return key_path.read_text(encoding="utf-8")
 
 
 def _is_loopback(host: str) -> bool:
@@ -322,30 +330,37 @@ def _refuses(key: str | None, method: str, path: str, headers: Mapping[str, str]
     """The refusal of a request without the key, None if it shows it; the HTTP server calls it."""
     if key is None:
         return None
-    shown = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-    if hmac.compare_digest(shown.encode(), key.encode()):
+    shown_key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    if hmac.compare_digest(shown_key.encode(), key.encode()):
         return None
-    error = {"message": "show the recorder's key as a bearer token or x-api-key", "type": "authentication_error"}
-    return written(Response(401, {"type": "error", "error": error}))
+    error_body = {"message": "show the recorder's key as a bearer token or x-api-key", "type": "authentication_error"}
+    return written(Response(401, {"type": "error", "error": error_body}))
 
 
 async def _listeners(settings: RecordSettings) -> list[trio.SocketListener]:
-    host = "127.0.0.1" if settings.command else settings.host
+    bound_host = "127.0.0.1" if settings.command else settings.host
     try:
-        return await trio.open_tcp_listeners(settings.port, host=host)
+        return await trio.open_tcp_listeners(settings.port, host=bound_host)
     except OSError as error:
-        raise UsageError(f"--port {settings.port} of {host} cannot be used ({error.strerror}): give another") from None
+        raise UsageError(
+            f"--port {settings.port} of {bound_host} cannot be used ({error.strerror}): give another"
+        ) from None
 
 
 def _announced(settings: RecordSettings, port: int, key: str | None) -> list[str]:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{port}"
-    lines = [f"recording to {settings.out}; Ctrl-C ends it, and the same command goes on"]
+    url_host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    base_url = f"http://{url_host}:{port}"
+    announcements = [f"recording to {settings.out}; Ctrl-C ends it, and the same command goes on"]
     if key is not None and settings.key_variable is None:
-        lines.append(f"key: export {_KEY_VARIABLE}={key}")
+        announcements.append(f"key: export {_KEY_VARIABLE}={key}")
     elif key is None and not _is_loopback(settings.host):
-        lines.append("key: none; everybody who reaches this address may use the engine")
-    return [*lines, f"OpenAI's clients: OPENAI_BASE_URL={url}/v1", f"Anthropic's: ANTHROPIC_BASE_URL={url}", url]
+        announcements.append("key: none; everybody who reaches this address may use the engine")
+    return [
+        *announcements,
+        f"OpenAI's clients: OPENAI_BASE_URL={base_url}/v1",
+        f"Anthropic's: ANTHROPIC_BASE_URL={base_url}",
+        base_url,
+    ]
 
 
 async def _signalled() -> None:
@@ -360,24 +375,26 @@ async def _signalled() -> None:
 async def _run_command(settings: RecordSettings, recorder: Recorder, port: int, key: str) -> int:
     """Run the command to its end, and end its conversation; returns its exit status as a shell does."""
     # By its words, so that the same command goes on with its conversation after a crash, and another one does not.
-    session = f"command-{blake2b(repr(settings.command).encode(), digest_size=6).hexdigest()}"
-    variables = Session(f"http://127.0.0.1:{port}/session/{session}", key, {}, settings.model).variables
-    async with owned_folder() as owner:
+    session_id = f"command-{blake2b(repr(settings.command).encode(), digest_size=6).hexdigest()}"
+    variables = Session(f"http://127.0.0.1:{port}/session/{session_id}", key, {}, settings.model).variables
+    async with owned_folder() as process_owner:
         try:
             process = await trio.lowlevel.open_process(
-                list(settings.command), env={**OF_THE_RUN.without(os.environ), **variables, **owner.mark}
+                list(settings.command), env={**OF_THE_RUN.without(os.environ), **variables, **process_owner.mark}
             )
         except OSError as error:
             raise UsageError(f"{settings.command[0]} cannot be started: {error.strerror}") from None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_pass_signals_on, process)
-            status = await process.wait()
+            exit_status = await process.wait()
             nursery.cancel_scope.cancel()
-    status = status if status >= 0 else 128 - status
-    success = status == 0
-    await recorder.end_session(session, {"outcome": float(success), "success": success, "exit_code": status})
+    exit_status = exit_status if exit_status >= 0 else 128 - exit_status
+    is_success = exit_status == 0
+    await recorder.end_session(
+        session_id, {"outcome": float(is_success), "success": is_success, "exit_code": exit_status}
+    )
     print(f"recorded in {settings.out}: agentrl view {settings.out}", file=sys.stderr)
-    return status
+    return exit_status
 
 
 async def _pass_signals_on(process: trio.Process) -> None:

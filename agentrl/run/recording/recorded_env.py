@@ -37,34 +37,42 @@ Exchanges = list[tuple[Conversation, Reply | None]]
 
 def request_facts(conversation: Conversation, *, with_tools: bool = False) -> dict[str, Json]:
     """All that a request names beside its messages, to be journaled with them; empty if that is nothing."""
-    facts: dict[str, Json] = {}
+    named_facts: dict[str, Json] = {}
     if conversation.sampling:
-        facts["sampling"] = dict(conversation.sampling)
+        named_facts["sampling"] = dict(conversation.sampling)
     if conversation.stops:
-        facts["stops"] = list(conversation.stops)
+        named_facts["stops"] = list(conversation.stops)
     if with_tools:
-        facts["tools"] = [dict(tool) for tool in conversation.tools]
-    return {_REQUEST: facts} if facts else {}
+        named_facts["tools"] = [dict(tool_schema) for tool_schema in conversation.tools]
+    return {_REQUEST: named_facts} if named_facts else {}
 
 
 def exchanges(claim: Claim, form: ToolFormat) -> Exchanges:
     """The requests of a journaled conversation and their answers, in order; the last one may have none yet."""
-    messages, tools, result = claim.start or (), claim.tools.schemas, Exchanges()
-    facts: Mapping[str, Any] = claim.task.options.get(_REQUEST, {})
-    for turn in claim.turns:
-        conversation = Conversation(messages, tuple(tools), tuple(facts.get("stops", ())))
-        tokens = (len(context_ids(claim.turns, turn.index)), len(turn.token_ids))
-        reply = _reply(form, turn.text, conversation, turn.index, claim.episode_id, turn.finish == "length", tokens)
-        result.append((conversation, reply))
-        if turn.step is None:
-            return result
-        facts = turn.step.info.get(_REQUEST, {})
-        if turn.step.history is None:
-            messages = (*messages, reply.message, *turn.step.observation)
+    messages, tool_schemas, all_exchanges = claim.start or (), claim.tools.schemas, Exchanges()
+    named_facts: Mapping[str, Any] = claim.task.options.get(_REQUEST, {})
+    for journaled_turn in claim.turns:
+        conversation = Conversation(messages, tuple(tool_schemas), tuple(named_facts.get("stops", ())))
+        token_counts = (len(context_ids(claim.turns, journaled_turn.index)), len(journaled_turn.token_ids))
+        turn_reply = _reply(
+            form,
+            journaled_turn.text,
+            conversation,
+            journaled_turn.index,
+            claim.episode_id,
+            journaled_turn.finish == "length",
+            token_counts,
+        )
+        all_exchanges.append((conversation, turn_reply))
+        if journaled_turn.step is None:
+            return all_exchanges
+        named_facts = journaled_turn.step.info.get(_REQUEST, {})
+        if journaled_turn.step.history is None:
+            messages = (*messages, turn_reply.message, *journaled_turn.step.observation)
         else:
-            messages, tools = turn.step.history, facts.get("tools", tools)
-    result.append((Conversation(messages, tuple(tools), tuple(facts.get("stops", ()))), None))
-    return result
+            messages, tool_schemas = journaled_turn.step.history, named_facts.get("tools", tool_schemas)
+    all_exchanges.append((Conversation(messages, tuple(tool_schemas), tuple(named_facts.get("stops", ()))), None))
+    return all_exchanges
 
 
 class RecordedConversation(Env):
@@ -92,7 +100,11 @@ class RecordedConversation(Env):
         self._claim, self._endpoint, self._idle_s, self._moved = claim, endpoint, idle_s, moved
         self._restored = restored
         self._repeated = restored if repeats else restored[-1:]
-        self._past = [turn.step for turn in claim.turns if turn.step is not None] if restored else []
+        self._past = (
+            [journaled_turn.step for journaled_turn in claim.turns if journaled_turn.step is not None]
+            if restored
+            else []
+        )
         self._turn = 0  # the index of the next action
         self._conversation = restored[-1][0] if restored else Conversation(())
         self._request_place = _place(self._conversation)
@@ -131,7 +143,7 @@ class RecordedConversation(Env):
     # --- the contract
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
-        return [dict(tool) for tool in self._conversation.tools]
+        return [dict(tool_schema) for tool_schema in self._conversation.tools]
 
     def charge_tokens(self, count: int) -> None:
         self._tokens = (self._tokens[0], count)
@@ -140,23 +152,29 @@ class RecordedConversation(Env):
         await super().areset(seed=seed)
         if self._restored:
             return self._claim.start or (), {}
-        pending = await self._next()
-        if pending is None:
+        first_request = await self._next()
+        if first_request is None:
             raise EnvError("no client asked for anything")
-        self._take(pending)
-        return _copied(pending.conversation.messages), {}
+        self._take(first_request)
+        return _copied(first_request.conversation.messages), {}
 
     async def astep(self, action: str) -> StepResult:
-        index, self._turn = self._turn, self._turn + 1
-        if index < len(self._past):
-            step = self._past[index]
-            return step.observation, 0.0, False, False, {} if step.history is None else {"history": list(step.history)}
+        turn_index, self._turn = self._turn, self._turn + 1
+        if turn_index < len(self._past):
+            past_step = self._past[turn_index]
+            return (
+                past_step.observation,
+                0.0,
+                False,
+                False,
+                {} if past_step.history is None else {"history": list(past_step.history)},
+            )
         await self._find_current()
         pending, self._current = self._current, None
         is_lost = pending is None
         conversation = self._conversation if pending is None else pending.conversation
-        form, episode_id = format_of(self), self._claim.episode_id
-        reply = _reply(form, action, conversation, index, episode_id, self.action_cut, self._tokens)
+        tool_format, episode_id = format_of(self), self._claim.episode_id
+        reply = _reply(tool_format, action, conversation, turn_index, episode_id, self.action_cut, self._tokens)
         if pending is not None:
             self._endpoint.requests.answer(reply)
         answer_place = transcripts.after(self._request_place, reply.message)
@@ -168,14 +186,18 @@ class RecordedConversation(Env):
         info: Info = {"masked": True} if is_unread else {}
         if pending is None:
             return (), 0.0, True, False, {"stop_reason": StopReason.DONE.value, **info, **self._verdict}
-        before = self._conversation
+        previous = self._conversation
         self._take(pending)
-        now, count = pending.conversation, len(before.messages) + 1
-        with_tools = now.tools != before.tools
-        info |= request_facts(now, with_tools=with_tools)
-        if not with_tools and len(now.messages) >= count and transcripts.places(now)[count] == answer_place:
-            return _copied(with_tool_names(now.messages[count:], reply)), 0.0, False, False, info
-        return (), 0.0, False, False, {**info, "history": list(_copied(now.messages))}
+        current, answered_count = pending.conversation, len(previous.messages) + 1
+        with_tools = current.tools != previous.tools
+        info |= request_facts(current, with_tools=with_tools)
+        if (
+            not with_tools
+            and len(current.messages) >= answered_count
+            and transcripts.places(current)[answered_count] == answer_place
+        ):
+            return _copied(with_tool_names(current.messages[answered_count:], reply)), 0.0, False, False, info
+        return (), 0.0, False, False, {**info, "history": list(_copied(current.messages))}
 
     # --- inside
 
@@ -189,15 +211,15 @@ class RecordedConversation(Env):
         to that one, or elsewhere."""
         requests = self._endpoint.requests
         while not self._has_client:
-            (conversation, reply), *later = self._repeated
+            (conversation, next_reply), *later_exchanges = self._repeated
             pending = await self._next()
-            is_same = pending is not None and _place(pending.conversation) == _place(conversation)
-            if is_same and later and reply is not None:
+            is_repetition = pending is not None and _place(pending.conversation) == _place(conversation)
+            if is_repetition and later_exchanges and next_reply is not None:
                 # Answered from the journal, and not played again: the episode's turns are there already.
-                requests.answer(reply)
-                self._repeated = later
+                requests.answer(next_reply)
+                self._repeated = later_exchanges
                 continue
-            self._current, self._ahead = (pending, None) if is_same else (None, pending)
+            self._current, self._ahead = (pending, None) if is_repetition else (None, pending)
             self._has_client = True
 
     async def _next(self) -> Pending | None:

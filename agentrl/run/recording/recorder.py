@@ -151,8 +151,8 @@ class Recorder:
         request = Request(method, path, headers, content)
         api = self._apis.get(path)
         if method == "GET" and path == "/v1/models":
-            models = [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]
-            return written(Response(200, {"object": "list", "data": models}))
+            model_entries = [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]
+            return written(Response(200, {"object": "list", "data": model_entries}))
         if api is None or method != "POST":
             return written(Response(404, {"error": {"message": f"{method} {shown(path)} is not served"}}))
         try:
@@ -163,8 +163,8 @@ class Recorder:
     def _session_of(self, path: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """The session that a request names, empty without one, and the path of its API."""
         session = headers.get(SESSION_HEADER, "")
-        if (parts := _SESSION_PATH.fullmatch(path)) is not None:
-            session, path = parts[1], parts[2]
+        if (path_parts := _SESSION_PATH.fullmatch(path)) is not None:
+            session, path = path_parts[1], path_parts[2]
         return session, path
 
     async def _answered(self, api: Api, session: str, request: Request) -> Response:
@@ -174,8 +174,8 @@ class Recorder:
             recorded = self._by_session.get(session) if session else self._of_earlier(api, request.content)
             if recorded is not None:
                 await self._wake(recorded)
-            served = api if recorded is None else recorded.endpoint.apis[api.path]
-            body, conversation = await RequestReader().read(served, request.content)
+            served_api = api if recorded is None else recorded.endpoint.apis[api.path]
+            request_body, conversation = await RequestReader().read(served_api, request.content)
             check_sampling(conversation)
             async with self._changing:
                 if recorded is None:
@@ -188,7 +188,9 @@ class Recorder:
                 continue
             self._use(recorded, len(request.content))
             endpoint = recorded.endpoint
-            return await endpoint.answered(endpoint.apis[api.path], body, conversation, is_retry=is_retry(request))
+            return await endpoint.answered(
+                endpoint.apis[api.path], request_body, conversation, is_retry=is_retry(request)
+            )
         return Response(503, api.error(f"the recorder ends: {_ASK_AGAIN} when it is back"))
 
     def _of_earlier(self, api: Api, content: bytes) -> Recorded | None:
@@ -196,57 +198,59 @@ class Recorder:
         if not isinstance(api, Responses) or b'"previous_response_id"' not in content:
             return None
         with suppress(ValueError, RecursionError, AttributeError):  # the reader says what is wrong with the body
-            named = _RESPONSE.fullmatch(str(json.loads(content).get("previous_response_id")))
-            return None if named is None else self._conversations.get(int(named[1]))
+            response_match = _RESPONSE.fullmatch(str(json.loads(content).get("previous_response_id")))
+            return None if response_match is None else self._conversations.get(int(response_match[1]))
         return None
 
     def _continued(self, api: Api, request: Request, conversation: Conversation) -> Recorded | None:
         """The conversation that a request repeats or goes on with, of two the newer; those that name a session are
         left out."""
-        *before, request_place = transcripts.places(conversation)
+        *earlier_places, request_place = transcripts.places(conversation)
         for recorded in reversed(self._by_place.get(request_place, {})):
             requests = recorded.endpoint.requests
-            is_same = requests.is_repeated_by(api.path, conversation, is_retry=is_retry(request))
-            if recorded.request_place == request_place and (recorded.env is None or is_same):
+            is_repetition = requests.is_repeated_by(api.path, conversation, is_retry=is_retry(request))
+            if recorded.request_place == request_place and (recorded.env is None or is_repetition):
                 return recorded
-        for place in (request_place, *reversed(before)):
-            for recorded in reversed(self._by_place.get(place, {})):
-                if recorded.answer_place == place:
+        for prefix_place in (request_place, *reversed(earlier_places)):
+            for recorded in reversed(self._by_place.get(prefix_place, {})):
+                if recorded.answer_place == prefix_place:
                     return recorded
         return None
 
     # --- the life of a conversation
 
     async def _begin(self, api: Api, session: str, conversation: Conversation) -> Recorded:
-        number, self._number = self._number, self._number + 1
-        named = {"session": session} if session else {}
-        options = {"api": api.path, **named, **request_facts(conversation)}
+        task_index, self._number = self._number, self._number + 1
+        session_option = {"session": session} if session else {}
+        task_options = {"api": api.path, **session_option, **request_facts(conversation)}
         # A number of its own: episodes of one task compete in `agentrl export-episodes --best-of`, and nobody knows
         # whether two conversations had the same task.
-        task = Task(index=number, env=RECORDED, seed=number, options=options)
+        new_task = Task(index=task_index, env=RECORDED, seed=task_index, options=task_options)
         (group_id,) = await self._store.write(
-            partial(self._store.store.groups.add_groups, [task], size=1, purpose=self._purpose)
+            partial(self._store.store.groups.add_groups, [new_task], size=1, purpose=self._purpose)
         )
         while True:
-            (claim,) = await self._store.claim(self._name, 1, lease_s=self._lease_s)
-            if claim.group_id == group_id:
+            (new_claim,) = await self._store.claim(self._name, 1, lease_s=self._lease_s)
+            if new_claim.group_id == group_id:
                 break
-            await self._give_up(claim, "a recorded conversation cannot be played by anybody but its client")
-        recorded = Recorded(replace(claim, start=None), session)
+            await self._give_up(new_claim, "a recorded conversation cannot be played by anybody but its client")
+        recorded = Recorded(replace(new_claim, start=None), session)
         self._keep(recorded)
         self._move(recorded, transcripts.places(conversation)[-1], None)  # a repetition may come before it is read
-        self._start(recorded, claim, [])
+        self._start(recorded, new_claim, [])
         return recorded
 
     async def restore(self) -> None:
         """Take over the conversations of the recorder that had the folder before: they sleep until their clients come
         back."""
-        counts = await self._store.read(lambda store: store.groups.counts(self._purpose))
-        self._number = sum(counts.values())
+        group_counts = await self._store.read(lambda store: store.groups.counts(self._purpose))
+        self._number = sum(group_counts.values())
         lease_s = self._lease_s
         # Nobody else plays here, as the folder's lock says: the leases of a dead recorder are over, whatever they say.
-        while claims := await self._store.claim(self._name, _AT_ONCE, lease_s=lease_s, now=time.time() + 2 * lease_s):
-            for claim in claims:
+        while expired_claims := await self._store.claim(
+            self._name, _AT_ONCE, lease_s=lease_s, now=time.time() + 2 * lease_s
+        ):
+            for claim in expired_claims:
                 await self._take_over(claim)
 
     async def _take_over(self, claim: Claim) -> None:
@@ -256,13 +260,17 @@ class Recorder:
         session = str(claim.task.options.get("session", ""))
         recorded = Recorded(replace(claim, start=None, turns=(), partial=None), session)
         recorded.used_s = trio.current_time()
-        past = self._exchanges(claim)
-        request_place = transcripts.places(past[-1][0])[-1]
-        reply = past[-1][1]
+        past_exchanges = self._exchanges(claim)
+        request_place = transcripts.places(past_exchanges[-1][0])[-1]
+        last_reply = past_exchanges[-1][1]
         self._keep(recorded)
-        self._move(recorded, request_place, None if reply is None else transcripts.after(request_place, reply.message))
-        last = claim.turns[-1].step if claim.turns else None
-        if last is not None and (last.terminated or last.truncated):  # only its end is not written
+        self._move(
+            recorded,
+            request_place,
+            None if last_reply is None else transcripts.after(request_place, last_reply.message),
+        )
+        last_step = claim.turns[-1].step if claim.turns else None
+        if last_step is not None and (last_step.terminated or last_step.truncated):  # only its end is not written
             await self._wake(recorded)
 
     async def _give_up(self, claim: Claim, why: str) -> None:
@@ -289,7 +297,7 @@ class Recorder:
                 for api in endpoint.apis.values():
                     api.remember(conversation, reply)
         recorded.scope, recorded.left = trio.CancelScope(), trio.Event()
-        recorded.env = env = RecordedConversation(
+        recorded.env = environment = RecordedConversation(
             claim,
             endpoint,
             idle_s=self._idle_s,
@@ -297,41 +305,46 @@ class Recorder:
             restored=past,
             repeats=self._repeats,
         )
-        self._nursery.start_soon(self._play, recorded, env, claim)
+        self._nursery.start_soon(self._play, recorded, environment, claim)
 
     def _use(self, recorded: Recorded, content_bytes: int) -> None:
         """Note a request of a conversation, and have others sleep if too much is in memory."""
         recorded.used_s, recorded.content_bytes = trio.current_time(), content_bytes
         self._in_use.pop(recorded, None)
         self._in_use[recorded] = None
-        count, held = len(self._in_use), sum(each.content_bytes for each in self._in_use)
-        for other in list(self._in_use):
-            if count <= self._awake and held <= _AWAKE_BYTES:
+        awake_count, awake_bytes = len(self._in_use), sum(awake_one.content_bytes for awake_one in self._in_use)
+        for unused_one in list(self._in_use):
+            if awake_count <= self._awake and awake_bytes <= _AWAKE_BYTES:
                 break
             # The longest unused first. One whose client waits stays awake.
-            if other is not recorded and other.env is not None and other.env.is_idle and other.answer_place is not None:
-                other.scope.cancel()
-                count, held = count - 1, held - other.content_bytes
+            if (
+                unused_one is not recorded
+                and unused_one.env is not None
+                and unused_one.env.is_idle
+                and unused_one.answer_place is not None
+            ):
+                unused_one.scope.cancel()
+                awake_count, awake_bytes = awake_count - 1, awake_bytes - unused_one.content_bytes
 
     async def _play(self, recorded: Recorded, env: RecordedConversation, claim: Claim) -> None:
         refusal: tuple[int, str] = (503, f"the conversation is over: {_ASK_AGAIN}")
-        sleeps = False
+        falls_asleep = False
         try:
             with recorded.scope:
-                cause = await play(claim, self._contexts(env))
-                limits = (StopReason.CONTEXT_LIMIT, StopReason.POLICY_FAULT)
+                ending_cause = await play(claim, self._contexts(env))
+                own_limits = (StopReason.CONTEXT_LIMIT, StopReason.POLICY_FAULT)
                 # Refused for what it asks: to ask again would not help, and clients do not after a 400.
-                if cause.stop_reason in limits or isinstance(cause.error, EngineRefusal):
-                    refusal = (400, f"{cause.stop_reason.value}: {cause.detail}")
-                elif cause.detail:
-                    refusal = (503, f"{cause.detail}; {_ASK_AGAIN}")
-            sleeps = recorded.scope.cancelled_caught
+                if ending_cause.stop_reason in own_limits or isinstance(ending_cause.error, EngineRefusal):
+                    refusal = (400, f"{ending_cause.stop_reason.value}: {ending_cause.detail}")
+                elif ending_cause.detail:
+                    refusal = (503, f"{ending_cause.detail}; {_ASK_AGAIN}")
+            falls_asleep = recorded.scope.cancelled_caught
         except HandedBack:
             refusal = (503, f"the recorder ends: {_ASK_AGAIN} when it is back")
         finally:
             recorded.env = None
             self._in_use.pop(recorded, None)
-            if not sleeps:
+            if not falls_asleep:
                 recorded.is_over = True
                 self._forget(recorded)
             recorded.endpoint.refusal = refusal
@@ -354,15 +367,15 @@ class Recorder:
         self._unplace(recorded)
         recorded.request_place, recorded.answer_place = request_place, answer_place
         if not recorded.session:
-            for place in (request_place, *([] if answer_place is None else [answer_place])):
-                self._by_place.setdefault(place, {})[recorded] = None
+            for current_place in (request_place, *([] if answer_place is None else [answer_place])):
+                self._by_place.setdefault(current_place, {})[recorded] = None
 
     def _unplace(self, recorded: Recorded) -> None:
-        for place in (recorded.request_place, recorded.answer_place or b""):
-            if (others := self._by_place.get(place)) is not None:
-                others.pop(recorded, None)
-                if not others:
-                    del self._by_place[place]
+        for former_place in (recorded.request_place, recorded.answer_place or b""):
+            if (recorded_there := self._by_place.get(former_place)) is not None:
+                recorded_there.pop(recorded, None)
+                if not recorded_there:
+                    del self._by_place[former_place]
 
     # --- ends
 
@@ -377,9 +390,9 @@ class Recorder:
         """End the conversations that sleep for longer than `idle_s`, for ever; those awake end by themselves."""
         while True:
             await trio.sleep(min(_SWEEP_S, self._idle_s))
-            until = trio.current_time() - self._idle_s
+            idle_since_s = trio.current_time() - self._idle_s
             for recorded in list(self._conversations.values()):
-                if recorded.env is None and recorded.used_s < until:
+                if recorded.env is None and recorded.used_s < idle_since_s:
                     await self._end(recorded, {})
 
     async def end_session(self, session: str, verdict: Info) -> None:

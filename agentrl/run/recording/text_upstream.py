@@ -45,14 +45,14 @@ class TextUpstream:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The server's answer to the request that waits; empty if its client has gone on. Raises EngineError."""
-        self._text, finish = "", "stop"
+        self._text, finish_reason = "", "stop"
         conversation = await self._env.waiting()
         if conversation is not None:
             self._options.clear()
             self._options.update(_options(conversation))
-            answer = await self._model.answer(list(conversation.messages), [], conversation.tools)
-            self._text, finish = answer.text, "length" if answer.was_cut else "stop"
-        return Generation(token_ids=(), logprobs=(), spans=(), finish=finish)
+            model_answer = await self._model.answer(list(conversation.messages), [], conversation.tools)
+            self._text, finish_reason = model_answer.text, "length" if model_answer.was_cut else "stop"
+        return Generation(token_ids=(), logprobs=(), spans=(), finish=finish_reason)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The answer as one chunk without tokens; raises as `generate`."""
@@ -64,5 +64,8 @@ class TextUpstream:
 
 
 def _options(conversation: Conversation) -> dict[str, Json]:
-    options = {_RENAMED.get(key, key): value for key, value in conversation.sampling.items()}
-    return {**options, **({"stop": list(conversation.stops)} if conversation.stops else {})}
+    server_options = {
+        _RENAMED.get(option_name, option_name): option_value
+        for option_name, option_value in conversation.sampling.items()
+    }
+    return {**server_options, **({"stop": list(conversation.stops)} if conversation.stops else {})}

@@ -29,20 +29,20 @@ def after(place: bytes, message: Message) -> bytes:
 
 def places(conversation: Conversation) -> list[bytes]:
     """The place before each message of a conversation, and last the one behind all of them."""
-    result = [opening(conversation.tools)]
+    all_places = [opening(conversation.tools)]
     for message in conversation.messages:
-        result.append(after(result[-1], message))
-    return result
+        all_places.append(after(all_places[-1], message))
+    return all_places
 
 
 def _compared(message: Message) -> list[Json]:
     """The parts of a message that make it another one."""
-    role, content = message["role"], message["content"]
-    if role == "assistant":
-        return [role, content.strip(), [_compared_call(call) for call in message.get("tool_calls", ())]]
-    if role == "tool":  # without its name: few clients give it, and it is added to what is journaled
-        return [role, content, message.get("tool_call_id", "")]
-    return [role, content, message.get("name", "")]
+    message_role, content = message["role"], message["content"]
+    if message_role == "assistant":
+        return [message_role, content.strip(), [_compared_call(call) for call in message.get("tool_calls", ())]]
+    if message_role == "tool":  # without its name: few clients give it, and it is added to what is journaled
+        return [message_role, content, message.get("tool_call_id", "")]
+    return [message_role, content, message.get("name", "")]
 
 
 def _compared_call(call: Mapping[str, Json]) -> list[Json]:
