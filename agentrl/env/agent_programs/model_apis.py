@@ -60,8 +60,8 @@ def _has_form(text: Any) -> bool:
     """Whether `text` of the responses API, or `output_config` of Anthropic's, asks for an answer of a form."""
     if not isinstance(text, dict):
         return True
-    form = cast("Fields", text).get("format")
-    return form is not None and kind_not_in("text")(form)
+    answer_form = cast("Fields", text).get("format")
+    return answer_form is not None and kind_not_in("text")(answer_form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +102,37 @@ class Reply:
     @property
     def message(self) -> Message:
         """The reply as a message of chat completions and of our records."""
-        message = Message(role="assistant", content=self.text)
+        chat_message = Message(role="assistant", content=self.text)
         if self.calls:
-            message["tool_calls"] = [
+            chat_message["tool_calls"] = [
                 {
-                    "id": self.call_id(index),
+                    "id": self.call_id(call_index),
                     "type": "function",
-                    "function": {"name": call.name, "arguments": dump(dict(call.arguments))},
+                    "function": {"name": tool_call.name, "arguments": dump(dict(tool_call.arguments))},
                 }
-                for index, call in enumerate(self.calls)
+                for call_index, tool_call in enumerate(self.calls)
             ]
-        return message
+        return chat_message
 
 
 def reply_of(form: ToolFormat, action: str, conversation: Conversation, *, id: str, is_cut: bool) -> Reply:
     """The policy's action as the reply to `conversation`: calls only where all of them are whole, else the text as it
     is; thoughts apart from it."""
-    parsed = form.parse(action, conversation.tools)
-    text, calls = action, tuple[ToolCall, ...]()
-    if not parsed.calls:
-        text = parsed.text.lstrip() if parsed.thoughts else parsed.text
+    parsed_action = form.parse(action, conversation.tools)
+    reply_text, reply_calls = action, tuple[ToolCall, ...]()
+    if not parsed_action.calls:
+        reply_text = parsed_action.text.lstrip() if parsed_action.thoughts else parsed_action.text
     elif conversation.tools:
         # All or none: the API has no place for a call that is broken, and an answer with the others alone would
         # hide from the program, and in the next request from the model, that something was lost.
-        whole_calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
-        if len(whole_calls) == len(parsed.calls):
-            text, calls = parsed.text.strip(), whole_calls
-    thoughts, ended_by = "" if text is action else parsed.thoughts, ""
-    for stop in conversation.stops:
-        if stop and stop in text:
-            text, ended_by = text.partition(stop)[0], stop
-    return Reply(id, text, calls, thoughts, is_cut and not ended_by, ended_by)
+        whole_calls = tuple(parsed_call for parsed_call in parsed_action.calls if isinstance(parsed_call, ToolCall))
+        if len(whole_calls) == len(parsed_action.calls):
+            reply_text, reply_calls = parsed_action.text.strip(), whole_calls
+    thoughts, ended_by = "" if reply_text is action else parsed_action.thoughts, ""
+    for stop_text in conversation.stops:
+        if stop_text and stop_text in reply_text:
+            reply_text, ended_by = reply_text.partition(stop_text)[0], stop_text
+    return Reply(id, reply_text, reply_calls, thoughts, is_cut and not ended_by, ended_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +175,23 @@ class Api(ABC):
         # body of another shape ends in one of these, and the program reads a 400.
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UnservedRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
-        if reason := _MESSAGES.why_not(conversation.messages):
-            raise UnservedRequest(f"messages: {reason}")
+        if refusal_reason := _MESSAGES.why_not(conversation.messages):
+            raise UnservedRequest(f"messages: {refusal_reason}")
         if not conversation.messages:
             raise UnservedRequest("the conversation is empty: send a message at least")
-        for role in {message["role"] for message in conversation.messages}.difference(ROLES):
-            raise UnservedRequest(f"role {shown(role)!r} is none of {', '.join(ROLES)}")
-        stops = cast("tuple[Any, ...]", conversation.stops)
-        if len(stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
+        for unknown_role in {message["role"] for message in conversation.messages}.difference(ROLES):
+            raise UnservedRequest(f"role {shown(unknown_role)!r} is none of {', '.join(ROLES)}")
+        stop_texts = cast("tuple[Any, ...]", conversation.stops)
+        if len(stop_texts) > _MOST_STOPS or not all(isinstance(stop_text, str) for stop_text in stop_texts):
             raise UnservedRequest(f"stops must be texts, at most {_MOST_STOPS}")
         sampling = {key: body[key] for key in self._sampling.honoured & self.keys.sampling if body.get(key) is not None}
         return replace(conversation, sampling=sampling) if sampling else conversation
 
     def _bound(self, body: Fields) -> None:
         """Refuse lists that are too long before anything walks them."""
-        for key, most in (("messages", MOST_MESSAGES), ("input", MOST_MESSAGES), ("tools", MOST_TOOLS)):
-            if isinstance(body.get(key), list):
-                objects(body[key], key, most)
+        for list_key, longest in (("messages", MOST_MESSAGES), ("input", MOST_MESSAGES), ("tools", MOST_TOOLS)):
+            if isinstance(body.get(list_key), list):
+                objects(body[list_key], list_key, longest)
 
     @abstractmethod
     def _read(self, body: Fields) -> Conversation: ...
@@ -239,32 +239,32 @@ class ChatCompletions(Api):
 
     def _read(self, body: Fields) -> Conversation:
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
-        messages = tuple(_chat_message(message, f"messages[{number}]") for number, message in enumerate(entries))
-        stop = body.get("stop") or ()
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        messages = tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(entries))
+        stop_value = body.get("stop") or ()
+        stop_texts = (stop_value,) if isinstance(stop_value, str) else tuple(stop_value)
         if not isinstance(body.get("stream_options") or {}, dict):
             raise UnservedRequest(f"stream_options = {shown(body['stream_options'])}: give an object")
-        return Conversation(messages, _functions(body), stops)
+        return Conversation(messages, _functions(body), stop_texts)
 
     def write(self, reply: Reply, body: Fields) -> Json:
-        message = {**_chat_reply(reply), "content": reply.text or None}
-        choice = {"index": 0, "message": message, "finish_reason": _chat_finish(reply), "logprobs": None}
-        return {**_chat_head(reply, body, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        chat_message = {**_chat_reply(reply), "content": reply.text or None}
+        only_choice = {"index": 0, "message": chat_message, "finish_reason": _chat_finish(reply), "logprobs": None}
+        return {**_chat_head(reply, body, "chat.completion"), "choices": [only_choice], "usage": _usage(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        head = _chat_head(reply, body, "chat.completion.chunk")
-        delta = _chat_reply(reply)
-        for index, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = index
+        chunk_head = _chat_head(reply, body, "chat.completion.chunk")
+        reply_delta = _chat_reply(reply)
+        for call_index, delta_call in enumerate(reply_delta.get("tool_calls", ())):
+            delta_call["index"] = call_index
         # Two chunks and not one for each token: the answer is whole when it is written, since the policy's turn is
         # journaled before anybody reads it.
-        chunks: list[Json] = [
-            {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
+        event_chunks: list[Json] = [
+            {**chunk_head, "choices": [{"index": 0, "delta": reply_delta, "finish_reason": None}]},
+            {**chunk_head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
         ]
         if cast("Fields", body.get("stream_options") or {}).get("include_usage"):
-            chunks.append({**head, "choices": [], "usage": _usage(reply)})
-        return [("", chunk) for chunk in chunks] + [("", _DONE)]
+            event_chunks.append({**chunk_head, "choices": [], "usage": _usage(reply)})
+        return [("", event_chunk) for event_chunk in event_chunks] + [("", _DONE)]
 
 
 class Responses(Api):
@@ -292,22 +292,22 @@ class Responses(Api):
         self._earlier: dict[str, tuple[Message, ...]] = {}
 
     def _read(self, body: Fields) -> Conversation:
-        entries: Any = body.get("input", [])
-        if isinstance(entries, str):
-            entries = [{"role": "user", "content": entries}]
-        items = objects(entries, "input", MOST_MESSAGES)
-        before: tuple[Message, ...] = ()
-        earlier = body.get("previous_response_id")
-        if earlier is not None:
-            if not isinstance(earlier, str) or earlier not in self._earlier:
-                raise UnservedRequest(f"no response with id {shown(earlier)!r} in this episode")
+        input_value: Any = body.get("input", [])
+        if isinstance(input_value, str):
+            input_value = [{"role": "user", "content": input_value}]
+        input_items = objects(input_value, "input", MOST_MESSAGES)
+        earlier_messages: tuple[Message, ...] = ()
+        earlier_id = body.get("previous_response_id")
+        if earlier_id is not None:
+            if not isinstance(earlier_id, str) or earlier_id not in self._earlier:
+                raise UnservedRequest(f"no response with id {shown(earlier_id)!r} in this episode")
             # OpenAI's rule: the instructions of an earlier response do not carry over.
-            before = tuple(message for message in self._earlier[earlier] if message["role"] != "system")
-        system = body.get("instructions")
-        if system is not None and not isinstance(system, str):
-            raise UnservedRequest(f"instructions = {shown(system)}: give a text")
-        opening = (Message(role="system", content=system),) if system else ()
-        return Conversation((*opening, *before, *_merged(items)), _functions(body, is_flat=True))
+            earlier_messages = tuple(message for message in self._earlier[earlier_id] if message["role"] != "system")
+        instructions = body.get("instructions")
+        if instructions is not None and not isinstance(instructions, str):
+            raise UnservedRequest(f"instructions = {shown(instructions)}: give a text")
+        opening = (Message(role="system", content=instructions),) if instructions else ()
+        return Conversation((*opening, *earlier_messages, *_merged(input_items)), _functions(body, is_flat=True))
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
         self._earlier[f"resp_{reply.name}"] = (*conversation.messages, cast("Message", _chat_reply(reply)))
@@ -316,17 +316,17 @@ class Responses(Api):
         return self._response(reply, body, "incomplete" if reply.is_cut else "completed", self._output(reply))
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        output = self._output(reply)
-        begun = self._response(reply, body, "in_progress", [])
-        events: list[dict[str, Any]] = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
+        output_items = self._output(reply)
+        begun_response = self._response(reply, body, "in_progress", [])
+        all_events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun_response},
+            {"type": "response.in_progress", "response": begun_response},
         ]
-        for index, item in enumerate(output):
-            events += _item_events(index, item)
-        last = "response.incomplete" if reply.is_cut else "response.completed"
-        events.append({"type": last, "response": self.write(reply, body)})
-        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
+        for item_index, item in enumerate(output_items):
+            all_events += _item_events(item_index, item)
+        last_type = "response.incomplete" if reply.is_cut else "response.completed"
+        all_events.append({"type": last_type, "response": self.write(reply, body)})
+        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(all_events)]
 
     def _response(self, reply: Reply, body: Fields, status: str, output: Sequence[Fields]) -> Json:
         return {
@@ -338,7 +338,7 @@ class Responses(Api):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "error": None,
             "model": _model(body),
-            "output": [dict(item) for item in output],
+            "output": [dict(output_item) for output_item in output],
             "parallel_tool_calls": True,
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": list(body.get("tools") or []),
@@ -352,21 +352,23 @@ class Responses(Api):
         }
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
-        output: list[dict[str, Any]] = []
+        output_items: list[dict[str, Any]] = []
         if reply.thoughts:
             thoughts: list[Json] = [{"type": "reasoning_text", "text": reply.thoughts}]
-            output.append({"type": "reasoning", "id": f"rs_{reply.name}", "summary": list[Json](), "content": thoughts})
+            output_items.append(
+                {"type": "reasoning", "id": f"rs_{reply.name}", "summary": list[Json](), "content": thoughts}
+            )
         if reply.text or not reply.calls:
-            content: list[Json] = [_text_part(reply.text)]
-            status = "incomplete" if reply.is_cut else "completed"
-            message = {"type": "message", "id": f"msg_{reply.name}", "role": "assistant", "status": status}
-            output.append({**message, "content": content})
+            text_content: list[Json] = [_text_part(reply.text)]
+            item_status = "incomplete" if reply.is_cut else "completed"
+            message_item = {"type": "message", "id": f"msg_{reply.name}", "role": "assistant", "status": item_status}
+            output_items.append({**message_item, "content": text_content})
         for index, call in enumerate(reply.calls):
             identity = {"type": "function_call", "id": f"fc_{reply.name}_{index}", "call_id": reply.call_id(index)}
-            output.append(
+            output_items.append(
                 {**identity, "name": call.name, "arguments": dump(dict(call.arguments)), "status": "completed"}
             )
-        return output
+        return output_items
 
 
 class AnthropicMessages(Api):
@@ -387,70 +389,72 @@ class AnthropicMessages(Api):
     )
 
     def _read(self, body: Fields) -> Conversation:
-        system = body.get("system")
-        opening = (Message(role="system", content=_content(system)),) if system else ()
+        system_content = body.get("system")
+        opening = (Message(role="system", content=_content(system_content)),) if system_content else ()
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
         messages = [
-            part for number, message in enumerate(entries) for part in _anthropic_parts(message, f"messages[{number}]")
+            our_message
+            for message_index, message in enumerate(entries)
+            for our_message in _anthropic_parts(message, f"messages[{message_index}]")
         ]
-        tools = [
+        our_tools = [
             {
                 "type": "function",
                 "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description", ""),
-                    "parameters": tool["input_schema"],
+                    "name": schema.get("name"),
+                    "description": schema.get("description", ""),
+                    "parameters": schema["input_schema"],
                 },
             }
-            for tool in _on_offer(body, lambda tool: "input_schema" in tool)
+            for schema in _on_offer(body, lambda tool: "input_schema" in tool)
         ]
-        return Conversation((*opening, *messages), tuple(tools), tuple(body.get("stop_sequences") or ()))
+        return Conversation((*opening, *messages), tuple(our_tools), tuple(body.get("stop_sequences") or ()))
 
     def write(self, reply: Reply, body: Fields) -> Json:
-        content: list[Json] = []
+        content_blocks: list[Json] = []
         if reply.thoughts and kind_not_in("enabled", "adaptive")(body.get("thinking")):
             note("thoughts are not given to a client that does not ask for thinking")
         elif reply.thoughts:
-            content.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+            content_blocks.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
         if reply.text or not reply.calls:
-            content.append({"type": "text", "text": reply.text})
-        for index, call in enumerate(reply.calls):
-            use = {"type": "tool_use", "id": reply.call_id(index), "name": call.name}
-            content.append({**use, "input": dict(call.arguments)})
-        return {**self._head(reply, body), "content": content, **self._ending(reply)}
+            content_blocks.append({"type": "text", "text": reply.text})
+        for call_index, reply_call in enumerate(reply.calls):
+            use_block = {"type": "tool_use", "id": reply.call_id(call_index), "name": reply_call.name}
+            content_blocks.append({**use_block, "input": dict(reply_call.arguments)})
+        return {**self._head(reply, body), "content": content_blocks, **self._ending(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        written: Any = self.write(reply, body)
-        events: list[dict[str, Any]] = [
+        whole_reply: Any = self.write(reply, body)
+        stream_events: list[dict[str, Any]] = [
             {
                 "type": "message_start",
                 "message": {**self._head(reply, body), "content": [], "stop_reason": None, "stop_sequence": None},
             }
         ]
-        for index, block in enumerate(written["content"]):
-            empty: dict[str, Any]
+        for block_index, block in enumerate(whole_reply["content"]):
+            emptied: dict[str, Any]
             if block["type"] in ("text", "thinking"):
-                key = block["type"]
-                empty, delta = {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}
+                kind = block["type"]
+                emptied, delta = {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
             else:
-                empty = {"type": "tool_use", "id": block["id"], "name": block["name"], "input": dict[str, Json]()}
+                emptied = {"type": "tool_use", "id": block["id"], "name": block["name"], "input": dict[str, Json]()}
                 delta = {"type": "input_json_delta", "partial_json": dump(block["input"])}
-            events.append({"type": "content_block_start", "index": index, "content_block": empty})
-            events.append({"type": "content_block_delta", "index": index, "delta": delta})
-            events.append({"type": "content_block_stop", "index": index})
-        events.append(
+            stream_events.append({"type": "content_block_start", "index": block_index, "content_block": emptied})
+            stream_events.append({"type": "content_block_delta", "index": block_index, "delta": delta})
+            stream_events.append({"type": "content_block_stop", "index": block_index})
+        stream_events.append(
             {"type": "message_delta", "delta": self._ending(reply), "usage": {"output_tokens": reply.tokens[1]}}
         )
-        events.append({"type": "message_stop"})
-        return [(event["type"], event) for event in events]
+        stream_events.append({"type": "message_stop"})
+        return [(stream_event["type"], stream_event) for stream_event in stream_events]
 
     def error(self, text: str) -> Json:
         return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
 
     def _ending(self, reply: Reply) -> dict[str, Json]:
-        reason = "max_tokens" if reply.is_cut else "stop_sequence" if reply.stop else None
+        stop_reason = "max_tokens" if reply.is_cut else "stop_sequence" if reply.stop else None
         return {
-            "stop_reason": reason or ("tool_use" if reply.calls else "end_turn"),
+            "stop_reason": stop_reason or ("tool_use" if reply.calls else "end_turn"),
             "stop_sequence": reply.stop or None,
         }
 
@@ -510,8 +514,8 @@ def event_text(data: Json) -> str:
 
 def _model(body: Fields) -> str:
     """The name of the model as the program wrote it."""
-    name = body.get("model")
-    return name[:_MOST_NAME] if isinstance(name, str) else "policy"
+    model_name = body.get("model")
+    return model_name[:_MOST_NAME] if isinstance(model_name, str) else "policy"
 
 
 def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
@@ -542,49 +546,51 @@ def _text_part(text: str) -> dict[str, Any]:
 def _item_events(index: int, item: Fields) -> Iterable[dict[str, Any]]:
     """The events of one item of the responses API: it is added empty, its content comes, and it is done."""
     place = {"item_id": item["id"], "output_index": index}
-    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": list[Json]()}
+    empty_content = {"arguments": ""} if item["type"] == "function_call" else {"content": list[Json]()}
     yield {
         "type": "response.output_item.added",
         "output_index": index,
-        "item": {**item, **empty, "status": "in_progress"},
+        "item": {**item, **empty_content, "status": "in_progress"},
     }
     if item["type"] == "function_call":
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
         yield {"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": arguments}
     elif item["type"] == "reasoning":
-        text = item["content"][0]["text"]
-        yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
-        yield {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": text}
+        reasoning_text = item["content"][0]["text"]
+        yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": reasoning_text}
+        yield {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": reasoning_text}
     else:
-        part = item["content"][0]
-        spoken: dict[str, Any] = {**place, "content_index": 0}
-        yield {"type": "response.content_part.added", **spoken, "part": _text_part("")}
-        yield {"type": "response.output_text.delta", **spoken, "delta": part["text"], "logprobs": list[Json]()}
-        yield {"type": "response.output_text.done", **spoken, "text": part["text"], "logprobs": list[Json]()}
-        yield {"type": "response.content_part.done", **spoken, "part": part}
+        text_part = item["content"][0]
+        part_place: dict[str, Any] = {**place, "content_index": 0}
+        yield {"type": "response.content_part.added", **part_place, "part": _text_part("")}
+        yield {"type": "response.output_text.delta", **part_place, "delta": text_part["text"], "logprobs": list[Json]()}
+        yield {"type": "response.output_text.done", **part_place, "text": text_part["text"], "logprobs": list[Json]()}
+        yield {"type": "response.content_part.done", **part_place, "part": text_part}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def _on_offer(body: Fields, is_function: Callable[[Fields], bool]) -> list[Fields]:
     """The tools that the policy may call; none where the request forbids calls. Others are named: they are the
     servers' own, such as a search."""
-    choice: Any = body.get("tool_choice")
-    tools = objects(body.get("tools") or [], "tools", MOST_TOOLS)
-    functions = [tool for tool in tools if is_function(tool)]
-    if any(cast("Fields", tool.get("function") or tool).get("strict") is True for tool in functions):
+    tool_choice: Any = body.get("tool_choice")
+    all_tools = objects(body.get("tools") or [], "tools", MOST_TOOLS)
+    functions = [tool_schema for tool_schema in all_tools if is_function(tool_schema)]
+    if any(
+        cast("Fields", tool_schema.get("function") or tool_schema).get("strict") is True for tool_schema in functions
+    ):
         note("arguments are sampled freely, whatever a tool's strict says")
-    for number, tool in enumerate(functions):
-        _note_unknown(tool, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{number}]")
-    if len(functions) < len(tools):
-        others = [tool.get("type") for tool in tools if not is_function(tool)]
-        note("tools that are no functions are not offered", place=shown(others))
+    for tool_index, tool_schema in enumerate(functions):
+        _note_unknown(tool_schema, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{tool_index}]")
+    if len(functions) < len(all_tools):
+        other_kinds = [tool_schema.get("type") for tool_schema in all_tools if not is_function(tool_schema)]
+        note("tools that are no functions are not offered", place=shown(other_kinds))
     if body.get("parallel_tool_calls") is False or (
-        isinstance(choice, dict) and cast("Fields", choice).get("disable_parallel_tool_use")
+        isinstance(tool_choice, dict) and cast("Fields", tool_choice).get("disable_parallel_tool_use")
     ):
         note("the policy may make several calls at once, whatever the request says")
-    kind = cast("Fields", choice).get("type") if isinstance(choice, dict) else choice
-    return [] if kind == "none" else functions
+    choice_kind = cast("Fields", tool_choice).get("type") if isinstance(tool_choice, dict) else tool_choice
+    return [] if choice_kind == "none" else functions
 
 
 def _functions(body: Fields, *, is_flat: bool = False) -> tuple[Fields, ...]:
@@ -592,7 +598,8 @@ def _functions(body: Fields, *, is_flat: bool = False) -> tuple[Fields, ...]:
     functions = _on_offer(body, lambda tool: tool.get("type") == "function")
     if is_flat:
         return tuple(
-            {"type": "function", "function": {key: tool[key] for key in _FUNCTION if key in tool}} for tool in functions
+            {"type": "function", "function": {key: tool_schema[key] for key in _FUNCTION if key in tool_schema}}
+            for tool_schema in functions
         )
     return tuple(functions)
 
@@ -612,25 +619,25 @@ def _content(content: Any) -> str:
 
 def _note_unknown(fields: Fields, known: frozenset[str], what: str, where: str) -> None:
     """Name the keys of `fields` with a value that are not known; a null asks for nothing."""
-    for key, value in fields.items():
-        if value and key not in known:
-            note(what, place=f"{where[:_MOST_NAME]}.{shown(key)}")
+    for field_name, field_value in fields.items():
+        if field_value and field_name not in known:
+            note(what, place=f"{where[:_MOST_NAME]}.{shown(field_name)}")
 
 
 def _chat_message(message: Fields, where: str) -> Message:
-    role = text_at(message, "role", where)
+    role_name = text_at(message, "role", where)
     content = _content(message.get("content")) or _refusal(message)
-    read = Message(role="system" if role == "developer" else role, content=content)
+    our_message = Message(role="system" if role_name == "developer" else role_name, content=content)
     if message.get("function_call") is not None:
         raise UnservedRequest(f"{where}.function_call is not served: give tool_calls")
     if message.get("tool_calls"):
-        read["tool_calls"] = [
-            _chat_call(call, f"{where}.tool_calls[{number}]")
-            for number, call in enumerate(objects(message["tool_calls"], f"{where}.tool_calls", MOST_MESSAGES))
+        our_message["tool_calls"] = [
+            _chat_call(tool_call, f"{where}.tool_calls[{call_index}]")
+            for call_index, tool_call in enumerate(objects(message["tool_calls"], f"{where}.tool_calls", MOST_MESSAGES))
         ]
-    for key in ("tool_call_id", "name"):
-        if message.get(key):
-            read[key] = text_at(message, key, where)
+    for text_key in ("tool_call_id", "name"):
+        if message.get(text_key):
+            our_message[text_key] = text_at(message, text_key, where)
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if thoughts != (message.get("reasoning") or thoughts):
         note("reasoning beside another reasoning_content is left out", place=where)
@@ -641,15 +648,15 @@ def _chat_message(message: Fields, where: str) -> Message:
     if thoughts:
         if not isinstance(thoughts, str):
             raise UnservedRequest(f"{where}.reasoning_content = {shown(thoughts)}: give a text")
-        cast("dict[str, Json]", read)["reasoning_content"] = thoughts
+        cast("dict[str, Json]", our_message)["reasoning_content"] = thoughts
     _note_unknown(message, _OF_MESSAGE, _UNKNOWN_KEY, where)
-    return read
+    return our_message
 
 
 def _refusal(message: Fields) -> str:
     """The words of an answer that has no content, since OpenAI's models refuse in a key of its own."""
-    refusal = message.get("refusal")
-    return refusal if isinstance(refusal, str) else ""
+    refusal_text = message.get("refusal")
+    return refusal_text if isinstance(refusal_text, str) else ""
 
 
 def _chat_call(call: Fields, where: str) -> dict[str, Json]:
@@ -673,74 +680,85 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
     one behind them."""
     messages: list[Message] = []
     thoughts = ""
-    for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        where = f"input[{number}]"
-        if kind in _OF_ITEM:
-            _note_unknown(item, _OF_ITEM[kind], "a key of an item that is not known is left out", where)
-        if kind == "reasoning":
-            texts = [*(item.get("summary") or ()), *(item.get("content") or ())]
-            thoughts = "\n".join(filter(None, (thoughts, _content(texts))))
+    for item_index, input_item in enumerate(items):
+        item_kind = input_item.get("type", "message")
+        item_path = f"input[{item_index}]"
+        if item_kind in _OF_ITEM:
+            _note_unknown(input_item, _OF_ITEM[item_kind], "a key of an item that is not known is left out", item_path)
+        if item_kind == "reasoning":
+            reasoning_parts = [*(input_item.get("summary") or ()), *(input_item.get("content") or ())]
+            thoughts = "\n".join(filter(None, (thoughts, _content(reasoning_parts))))
             continue
-        if kind == "function_call":
+        if item_kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append(Message(role="assistant", content=""))
-            call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-            calls = messages[-1].get("tool_calls", [])
-            tool_call = _chat_call({"id": item.get("call_id"), "type": "function", "function": call}, where)
-            messages[-1]["tool_calls"] = [*calls, tool_call]
-        elif kind == "function_call_output":
-            text = _content(item.get("output"))
-            messages.append(Message(role="tool", content=text, tool_call_id=text_at(item, "call_id", where)))
-        elif kind == "message":
-            messages.append(_chat_message(item, where))
-        elif kind == "item_reference":
-            raise UnservedRequest(f"{where}: items are not kept here: send the item itself")
+            call_fields = {"name": input_item.get("name"), "arguments": input_item.get("arguments", "{}")}
+            earlier_calls = messages[-1].get("tool_calls", [])
+            tool_call = _chat_call(
+                {"id": input_item.get("call_id"), "type": "function", "function": call_fields}, item_path
+            )
+            messages[-1]["tool_calls"] = [*earlier_calls, tool_call]
+        elif item_kind == "function_call_output":
+            output_text = _content(input_item.get("output"))
+            messages.append(
+                Message(role="tool", content=output_text, tool_call_id=text_at(input_item, "call_id", item_path))
+            )
+        elif item_kind == "message":
+            messages.append(_chat_message(input_item, item_path))
+        elif item_kind == "item_reference":
+            raise UnservedRequest(f"{item_path}: items are not kept here: send the item itself")
         else:
-            note("an item that is no message, function call or reasoning is left out", place=f"{where}: {shown(kind)}")
+            note(
+                "an item that is no message, function call or reasoning is left out",
+                place=f"{item_path}: {shown(item_kind)}",
+            )
         if thoughts and messages and messages[-1]["role"] == "assistant":
             cast("dict[str, Json]", messages[-1]).setdefault("reasoning_content", thoughts)
         elif thoughts:
-            note("reasoning without an answer behind it is left out", place=where)
+            note("reasoning without an answer behind it is left out", place=item_path)
         thoughts = ""
     return messages
 
 
 def _anthropic_parts(message: Fields, where: str) -> Iterable[Message]:
     """One of Anthropic's messages as ours: tool results are messages of their own, before the text beside them."""
-    role, content = text_at(message, "role", where), message.get("content")
+    role_name, message_content = text_at(message, "role", where), message.get("content")
     _note_unknown(message, _OF_MESSAGE, _UNKNOWN_KEY, where)
-    if isinstance(content, str):
-        return [Message(role=role, content=content)]
-    blocks = objects(content if content is not None else [], f"{where}.content", MOST_MESSAGES)
-    for block in blocks:
-        block_keys = _OF_BLOCK.get(block.get("type", ""), block.keys())
+    if isinstance(message_content, str):
+        return [Message(role=role_name, content=message_content)]
+    content_blocks = objects(message_content if message_content is not None else [], f"{where}.content", MOST_MESSAGES)
+    for content_block in content_blocks:
+        block_keys = _OF_BLOCK.get(content_block.get("type", ""), content_block.keys())
         _note_unknown(
-            block, frozenset(block_keys), "a key of a block that is not known is left out", f"{where}.content"
+            content_block, frozenset(block_keys), "a key of a block that is not known is left out", f"{where}.content"
         )
-    results = [
+    tool_results = [
         Message(
             role="tool",
-            content=_content(block.get("content")),
-            tool_call_id=text_at(block, "tool_use_id", f"{where}.content"),
+            content=_content(content_block.get("content")),
+            tool_call_id=text_at(content_block, "tool_use_id", f"{where}.content"),
         )
-        for block in blocks
-        if block.get("type") == "tool_result"
+        for content_block in content_blocks
+        if content_block.get("type") == "tool_result"
     ]
-    uses = [block for block in blocks if block.get("type") == "tool_use"]
-    thoughts = [block for block in blocks if block.get("type") == "thinking"]
-    rest = [block for block in blocks if block.get("type") not in _ANTHROPIC_BLOCKS]
-    if any(block.get("type") == "redacted_thinking" for block in blocks):
+    use_blocks = [content_block for content_block in content_blocks if content_block.get("type") == "tool_use"]
+    thoughts = [content_block for content_block in content_blocks if content_block.get("type") == "thinking"]
+    text_blocks = [
+        content_block for content_block in content_blocks if content_block.get("type") not in _ANTHROPIC_BLOCKS
+    ]
+    if any(content_block.get("type") == "redacted_thinking" for content_block in content_blocks):
         note("redacted thoughts are left out", place=where)
-    if not rest and not uses and not thoughts:
-        return results
-    spoken = Message(role=role, content=_content(rest))
-    if uses:
-        spoken["tool_calls"] = [_tool_use(use, f"{where}.content") for use in uses]
+    if not text_blocks and not use_blocks and not thoughts:
+        return tool_results
+    our_message = Message(role=role_name, content=_content(text_blocks))
+    if use_blocks:
+        our_message["tool_calls"] = [_tool_use(use_block, f"{where}.content") for use_block in use_blocks]
     if thoughts:
-        text = "\n".join(text_at(block, "thinking", f"{where}.content") for block in thoughts)
-        cast("dict[str, Json]", spoken)["reasoning_content"] = text
-    return [*results, spoken]
+        joined_thoughts = "\n".join(
+            text_at(content_block, "thinking", f"{where}.content") for content_block in thoughts
+        )
+        cast("dict[str, Json]", our_message)["reasoning_content"] = joined_thoughts
+    return [*tool_results, our_message]
 
 
 def _tool_use(use: Fields, where: str) -> dict[str, Json]:

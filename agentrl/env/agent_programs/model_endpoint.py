@@ -56,12 +56,12 @@ def parsed(content: bytes) -> Mapping[str, Json]:
     """A body as JSON, {} of an empty one. Raises UnservedRequest for what is no object, or no JSON: NaN and numbers
     beyond a double's range are none."""
     try:
-        body: Any = json.loads(content or b"{}", parse_constant=_no_number, parse_float=_finite)
+        json_body: Any = json.loads(content or b"{}", parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise UnservedRequest(f"the body is no JSON: {str(error)[:200]}") from None
-    if not isinstance(body, dict):
+    if not isinstance(json_body, dict):
         raise UnservedRequest("the body is not a JSON object")
-    return cast("dict[str, Any]", body)
+    return cast("dict[str, Any]", json_body)
 
 
 def _no_number(constant: str) -> NoReturn:
@@ -69,10 +69,10 @@ def _no_number(constant: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
+    parsed_number = float(digits)
+    if math.isinf(parsed_number):
         raise ValueError(f"{digits[:20]} is out of range")
-    return number
+    return parsed_number
 
 
 def body_bound(observation_bytes: int) -> int:
@@ -87,10 +87,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 def written(response: Response) -> tuple[int, Typed]:
     """The response as the HTTP server takes it."""
     if response.events is None:
-        body = Typed("application/json", json.dumps(response.body).encode(), response.on_sent)
-        return response.status, body
-    lines = (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n" for name, text in response.events)
-    return response.status, Typed("text/event-stream", "".join(lines).encode(), response.on_sent)
+        typed_body = Typed("application/json", json.dumps(response.body).encode(), response.on_sent)
+        return response.status, typed_body
+    event_lines = (
+        f"event: {event_name}\ndata: {event_data}\n\n" if event_name else f"data: {event_data}\n\n"
+        for event_name, event_data in response.events
+    )
+    return response.status, Typed("text/event-stream", "".join(event_lines).encode(), response.on_sent)
 
 
 class RequestReader:
@@ -103,18 +106,18 @@ class RequestReader:
         """A request's body, and the conversation that it asks for. Raises UnservedRequest."""
 
         def read() -> tuple[Mapping[str, Json], Conversation]:
-            body = parsed(content)
-            return body, api.read(body)
+            json_body = parsed(content)
+            return json_body, api.read(json_body)
 
         if len(content) <= _INLINE_BYTES:
             return read()
         try:
-            readers = _readers.get()
+            reader_limiter = _readers.get()
         except LookupError:
-            readers = trio.CapacityLimiter(_READERS)
-            _readers.set(readers)
+            reader_limiter = trio.CapacityLimiter(_READERS)
+            _readers.set(reader_limiter)
         async with self._reading:
-            return await trio.to_thread.run_sync(read, limiter=readers)
+            return await trio.to_thread.run_sync(read, limiter=reader_limiter)
 
 
 def is_retry(request: Request) -> bool:
@@ -183,11 +186,13 @@ class ModelEndpoint:
             close(False)
             raise
         close(False)
-        status, text = self.refusal
-        return Response(status, api.error(text))
+        refusal_status, refusal_text = self.refusal
+        return Response(refusal_status, api.error(refusal_text))
 
 
 def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
     if not body.get("stream"):
         return Response(200, api.write(reply, body))
-    return Response(200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body)))
+    return Response(
+        200, events=tuple((event_name, event_text(event_data)) for event_name, event_data in api.events(reply, body))
+    )

@@ -143,17 +143,17 @@ class OpenRequests:
             self._answers += 1
             self._longest_s, self._read_s = max(self._longest_s, now - pending.requested_s), now
             # An answer to the same question was read after all, so its loss explains nothing that the program did.
-            self._lost = [lost for lost in self._lost if lost.conversation != pending.conversation]
+            self._lost = [lost_answer for lost_answer in self._lost if lost_answer.conversation != pending.conversation]
             return
         if pending.clients or pending.is_read:
             return
-        lost = self._lost_by(pending, now)
+        lost_answer = self._lost_by(pending, now)
         if pending in self._queue:
             self._queue.remove(pending)
-            if not any(other.conversation == pending.conversation for other in self._queue):
-                self._lost.append(lost)
+            if not any(queued_request.conversation == pending.conversation for queued_request in self._queue):
+                self._lost.append(lost_answer)
         elif pending is self._current:
-            self._left = lost
+            self._left = lost_answer
             self._pass_on(pending)
 
     # --- the policy's side
@@ -197,25 +197,25 @@ class OpenRequests:
 
     def close(self) -> None:
         """Let every client go that still waits."""
-        waiting: Sequence[Pending] = [*self._queue, *([self._current] if self._current is not None else [])]
-        for pending in waiting:
-            if not pending.answered.is_set():
-                pending.answer(None)
+        open_requests: Sequence[Pending] = [*self._queue, *([self._current] if self._current is not None else [])]
+        for open_request in open_requests:
+            if not open_request.answered.is_set():
+                open_request.answer(None)
 
     def lost(self, *, failed: bool) -> LostAnswer | None:
         """The answer that may have come too late and have ended the program: the last one that nothing was read after,
         or any if the program `failed`."""
-        for lost in reversed(self._lost):
-            if lost.looks_slow and (failed or lost.answers_before == self._answers):
-                return lost
+        for lost_answer in reversed(self._lost):
+            if lost_answer.looks_slow and (failed or lost_answer.answers_before == self._answers):
+                return lost_answer
         return None
 
     # --- inside
 
     def _left_by(self, path: str, conversation: Conversation, *, is_retry: bool) -> Pending | None:
         """The request that a client left and repeats now."""
-        current = [self._current] if self._current is not None else []
-        for pending in (*current, *self._queue):
+        current_request = [self._current] if self._current is not None else []
+        for pending in (*current_request, *self._queue):
             is_left = is_retry or (pending.clients == 0 and not pending.is_read)
             if is_left and pending.repeats(path, conversation):
                 return pending
@@ -224,31 +224,31 @@ class OpenRequests:
     def _lost_by(self, pending: Pending, now: float) -> LostAnswer:
         waited_s = now - pending.requested_s
         waits_for_us_alone = pending.answers_before == self._answers
-        is_patient, reacts = waited_s >= self._longest_s, now - self._read_s < _LEAST_S
+        is_patient, is_reaction = waited_s >= self._longest_s, now - self._read_s < _LEAST_S
         is_first = self._answers == 0
-        looks_slow = is_first or waits_for_us_alone or (is_patient and not reacts)
+        looks_slow = is_first or waits_for_us_alone or (is_patient and not is_reaction)
         is_ours = looks_slow and (is_first or not self._shares_box)
         return LostAnswer(pending.conversation, waited_s, pending.answers_before, looks_slow, is_ours)
 
     def _pass_on(self, pending: Pending) -> None:
         """Let a queued request for the same conversation take the place of one that was left: its client sent it again
         before the old connection was seen to close."""
-        for other in self._queue:
-            if other.repeats(pending.path, pending.conversation):
-                self._queue.remove(other)
-                other.requested_s = pending.requested_s
-                self._current = other
+        for queued_request in self._queue:
+            if queued_request.repeats(pending.path, pending.conversation):
+                self._queue.remove(queued_request)
+                queued_request.requested_s = pending.requested_s
+                self._current = queued_request
                 if pending.reply is not None:
-                    other.answer(pending.reply)
+                    queued_request.answer(pending.reply)
                 return
 
     def _settle(self, now: float) -> None:
         """Note whether the current request's answer was read."""
-        current, self._current = self._current, None
-        self._is_unread = current is not None and not current.is_read
-        if current is not None and self._is_unread:
+        current_request, self._current = self._current, None
+        self._is_unread = current_request is not None and not current_request.is_read
+        if current_request is not None and self._is_unread:
             note(
                 "a client gave up before its answer and did not ask again: nobody read the turn, and it is not trained"
             )
-            self._lost.append(self._left or self._lost_by(current, now))
+            self._lost.append(self._left or self._lost_by(current_request, now))
         self._left = None

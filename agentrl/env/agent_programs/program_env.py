@@ -117,11 +117,11 @@ class ProgramEnv(Env):
         """The outcome, from the program's return value (an `Exited` for a command)."""
         if result is None or isinstance(result, Grade | Exited):
             return result if isinstance(result, Grade) else None
-        value = result.item() if getattr(result, "shape", None) == () and hasattr(result, "item") else result
-        if isinstance(value, Real | Decimal):  # numpy's and torch's numbers, too
+        plain_result = result.item() if getattr(result, "shape", None) == () and hasattr(result, "item") else result
+        if isinstance(plain_result, Real | Decimal):  # numpy's and torch's numbers, too
             try:
-                number = float(value)
-                return number if math.isfinite(number) else 0.0
+                float_result = float(plain_result)
+                return float_result if math.isfinite(float_result) else 0.0
             except (OverflowError, ValueError):  # beyond a float's range; a signaling NaN of Decimal
                 return 0.0
         notice = f"a program returned a {type(result).__qualname__}, which is no number: it has earned nothing"
@@ -136,23 +136,23 @@ class ProgramEnv(Env):
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
         """The tools of the request that waits; a program names them with its first."""
-        return [dict(tool) for tool in self._pending.conversation.tools] if self._pending else []
+        return [dict(tool_schema) for tool_schema in self._pending.conversation.tools] if self._pending else []
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
         await self.aclose()
         await super().areset(seed=seed)
         self.task = self.make_task(dict(options or {}))
         self._turns = self._unread = 0
-        box = await self._new_box()
+        program_box = await self._new_box()
         program = cast("Program | Sequence[str]", self._program)
-        running = Running(program, self.task, box, body_bytes=body_bound(self.observation_bytes))
-        self._running = running
-        await running.start()
-        event = await self._next(running)
-        if not isinstance(event, Pending):
-            raise EnvError(f"the program ended before its first request: {_why(event)}")
-        self._pending = event
-        return _copied(event.conversation.messages), {}
+        running_program = Running(program, self.task, program_box, body_bytes=body_bound(self.observation_bytes))
+        self._running = running_program
+        await running_program.start()
+        first_event = await self._next(running_program)
+        if not isinstance(first_event, Pending):
+            raise EnvError(f"the program ended before its first request: {_why(first_event)}")
+        self._pending = first_event
+        return _copied(first_event.conversation.messages), {}
 
     async def astep(self, action: str) -> StepResult:
         running, pending = self._running, self._pending
@@ -161,56 +161,56 @@ class ProgramEnv(Env):
         # Taken before the answer goes out: a step that is cancelled from here on leaves nothing to step on, since the
         # program may have read the answer and gone on.
         self._pending = None
-        number = f"{self._turns + self._unread + 1:04d}"
-        reply = reply_of(format_of(self), action, pending.conversation, id=number, is_cut=self.action_cut)
+        reply_id = f"{self._turns + self._unread + 1:04d}"
+        reply = reply_of(format_of(self), action, pending.conversation, id=reply_id, is_cut=self.action_cut)
         running.answer(reply)
         with trio.move_on_after(self._silence_s):  # the policy has no part in this wait: what it wrote is not read yet
             await running.asks_again()
         # Here the clock of the policy starts: the program has read the answer, and whatever it does now the policy's
         # words may have caused, an endless loop included (law 3).
         with policy_time():
-            event = await self._next(running)
+            next_event = await self._next(running)
         is_unread = running.requests.is_unread
         self._turns, self._unread = self._turns + (not is_unread), self._unread + is_unread
-        info: Info = {"masked": True} if is_unread else {}
+        step_info: Info = {"masked": True} if is_unread else {}
         # Unread answers are counted apart, or a program behind a slow link would use up its turns with answers that
         # nobody saw. They are bounded all the same: a client that never waits long enough would otherwise ask for ever.
-        if isinstance(event, Pending) and max(self._turns, self._unread) < self._max_turns:
-            self._pending = event
-            new_messages = news_of(pending.conversation, reply, event.conversation)
+        if isinstance(next_event, Pending) and max(self._turns, self._unread) < self._max_turns:
+            self._pending = next_event
+            new_messages = news_of(pending.conversation, reply, next_event.conversation)
             if new_messages is None:
-                return (), 0.0, False, False, {**info, "history": list(_copied(event.conversation.messages))}
-            return new_messages, 0.0, False, False, info
-        observation, reward, terminated, truncated, last = await self._end(event, running.requests)
-        return observation, reward, terminated, truncated, {**info, **last}
+                return (), 0.0, False, False, {**step_info, "history": list(_copied(next_event.conversation.messages))}
+            return new_messages, 0.0, False, False, step_info
+        observation, reward, terminated, truncated, last_info = await self._end(next_event, running.requests)
+        return observation, reward, terminated, truncated, {**step_info, **last_info}
 
     async def aclose(self) -> None:
         await self._stop()
-        boxes, self._boxes = self._boxes, None
-        if boxes is not None:
+        open_boxes, self._boxes = self._boxes, None
+        if open_boxes is not None:
             try:
                 await self.box.close()
             finally:
-                await boxes.leave()
+                await open_boxes.leave()
 
     # --- inside
 
     async def _new_box(self) -> Sandbox | None:
         if self._sandbox is None:
             return None
-        spec = SandboxSpec(image=self._image, limits=self._limits, files=self.box_files(self.task))
-        boxes = shared(self._sandbox)
-        await boxes.enter()
-        self._boxes = boxes
-        box = self.box.box = await boxes.create(spec)
-        return box
+        box_spec = SandboxSpec(image=self._image, limits=self._limits, files=self.box_files(self.task))
+        shared_boxes = shared(self._sandbox)
+        await shared_boxes.enter()
+        self._boxes = shared_boxes
+        new_box = self.box.box = await shared_boxes.create(box_spec)
+        return new_box
 
     async def _stop(self) -> None:
         """End the program; its box stays."""
-        running, self._running, self._pending = self._running, None, None
-        if running is not None:
+        running_program, self._running, self._pending = self._running, None, None
+        if running_program is not None:
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
-                await running.stop()
+                await running_program.stop()
 
     async def _next(self, running: Running) -> Pending | Ended | None:
         """The program's next request or its end; None if it was silent for too long."""
@@ -226,26 +226,26 @@ class ProgramEnv(Env):
                 raise failure
             # After `_stop` and before the grade: only when no client can ask again is it certain that an answer was
             # lost, and a program that ended for our slowness has done nothing that a grade could judge.
-            lost = requests.lost(failed=_failed(event))
-            if lost is not None and not lost.is_ours:
+            lost_answer = requests.lost(failed=_failed(event))
+            if lost_answer is not None and not lost_answer.is_ours:
                 notices.note("answers to agent programs", _SCORED, by_policy=True)
-            elif lost is not None:
-                waited = f"a client of the program left after {lost.waited_s:.3g} s, before its answer"
-                raise EnvError(f"{waited}, and did not ask again: {_why(event)}")
+            elif lost_answer is not None:
+                wait_words = f"a client of the program left after {lost_answer.waited_s:.3g} s, before its answer"
+                raise EnvError(f"{wait_words}, and did not ask again: {_why(event)}")
             return await self._ending(event)
         finally:
             await self.aclose()
 
     async def _ending(self, event: Pending | Ended | None) -> StepResult:
         if not isinstance(event, Ended):
-            stop = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
-            return (), 0.0, False, True, {"stop_reason": stop.value, "outcome": 0.0, "success": False}
+            stop_reason = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
+            return (), 0.0, False, True, {"stop_reason": stop_reason.value, "outcome": 0.0, "success": False}
         if event.error is not None:  # it has read what the policy wrote: the policy could have caused it
-            failed: Info = {"stop_reason": StopReason.DONE.value, "program_error": _why(event)[:500]}
-            return (), 0.0, True, False, {**failed, "outcome": 0.0, "success": False}
-        info: Info = {"stop_reason": StopReason.DONE.value}
+            failure_info: Info = {"stop_reason": StopReason.DONE.value, "program_error": _why(event)[:500]}
+            return (), 0.0, True, False, {**failure_info, "outcome": 0.0, "success": False}
+        last_info: Info = {"stop_reason": StopReason.DONE.value}
         if isinstance(event.result, Exited):
-            info["exit_code"] = event.result.exit_code
+            last_info["exit_code"] = event.result.exit_code
         try:
             grade = await sync_async.call(self.grade, self.task, event.result, blocking=self.blocking)
         # Other errors of the sandbox are failures of ours and are raised. A missing file is the result of the policy's
@@ -255,55 +255,63 @@ class ProgramEnv(Env):
         if grade is not None:
             if not isinstance(grade, Grade):
                 grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
-            info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
-        return (), 0.0, True, False, info
+            last_info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
+        return (), 0.0, True, False, last_info
 
 
 def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
     """The messages that a request adds to the conversation that ended with `reply`; None if it does not extend it."""
-    count = len(before.messages)
-    if now.tools != before.tools or len(now.messages) <= count:
+    earlier_count = len(before.messages)
+    if now.tools != before.tools or len(now.messages) <= earlier_count:
         return None
     # Compared as messages and not as tokens: the program never saw tokens. If they are equal, the tokens that were
     # sampled stay, and only what is new behind them is encoded (law 1). If not, the conversation is another one, and a
     # new branch with a prompt of its own begins.
-    if _without_thoughts(now.messages[:count]) != _without_thoughts(before.messages):
+    if _without_thoughts(now.messages[:earlier_count]) != _without_thoughts(before.messages):
         return None
     # Clients rebuild the answer from what they parsed: key order and blanks within the arguments change, and ids may.
     # None of that is another answer; another text or argument is.
-    if not _same(now.messages[count], reply):
+    if not _same(now.messages[earlier_count], reply):
         return None
-    return _copied(with_tool_names(now.messages[count + 1 :], reply))
+    return _copied(with_tool_names(now.messages[earlier_count + 1 :], reply))
 
 
 def with_tool_names(messages: Sequence[Message], reply: Reply) -> list[Message]:
     """The messages behind a reply, the results of its calls with the names of their tools, which few programs give and
     some chat templates write."""
-    names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}
-    return [_named(message, names) for message in messages]
+    tool_names = {
+        str(tool_call.get("id")): str(tool_call["function"]["name"])
+        for tool_call in reply.message.get("tool_calls", ())
+    }
+    return [_named(message, tool_names) for message in messages]
 
 
 def _without_thoughts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as they are compared: many clients repeat the thoughts of some earlier answers and not of others."""
-    return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+    return [
+        {message_key: key_value for message_key, key_value in message.items() if message_key != "reasoning_content"}
+        for message in messages
+    ]
 
 
 def _named(message: Message, names: Mapping[str, str]) -> Message:
     """A tool's result with the tool's name."""
-    name = names.get(message.get("tool_call_id", ""))
-    return message if name is None or message["role"] != "tool" else cast("Message", {"name": name, **message})
+    tool_name = names.get(message.get("tool_call_id", ""))
+    return (
+        message if tool_name is None or message["role"] != "tool" else cast("Message", {"name": tool_name, **message})
+    )
 
 
 def _same(message: Message, reply: Reply) -> bool:
     """Whether a program sends the reply back as it got it; blanks around the text and the calls' ids may differ."""
     if message["role"] != "assistant" or message["content"].strip() != reply.text.strip():
         return False
-    sent = [call.get("function", {}) for call in message.get("tool_calls", ())]
+    sent_functions = [tool_call.get("function", {}) for tool_call in message.get("tool_calls", ())]
     try:
-        calls = [(call["name"], json.loads(call["arguments"])) for call in sent]
+        sent_calls = [(tool_call["name"], json.loads(tool_call["arguments"])) for tool_call in sent_functions]
     except (KeyError, TypeError, ValueError, RecursionError):
         return False
-    return calls == [(call.name, dict(call.arguments)) for call in reply.calls]
+    return sent_calls == [(tool_call.name, dict(tool_call.arguments)) for tool_call in reply.calls]
 
 
 def _copied(messages: Sequence[Message]) -> Messages:
@@ -313,8 +321,8 @@ def _copied(messages: Sequence[Message]) -> Messages:
 def _infrastructure(error: BaseException | None) -> InfrastructureError | None:
     """The failure of ours that a program raised, also one among the errors of its tasks."""
     if isinstance(error, BaseExceptionGroup):
-        parts = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return next(filter(None, map(_infrastructure, parts)), None)
+        group_errors = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return next(filter(None, map(_infrastructure, group_errors)), None)
     return error if isinstance(error, InfrastructureError) else None
 
 
@@ -330,12 +338,12 @@ def _why(event: Ended | Pending | None) -> str:
         return "the most turns are played"
     if event is None:
         return "it made no request in time"
-    error: BaseException | None = event.error
-    while isinstance(error, BaseExceptionGroup):  # of a program's tasks
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    if error is not None:
-        return f"{type(error).__name__}: {error}"
+    program_error: BaseException | None = event.error
+    while isinstance(program_error, BaseExceptionGroup):  # of a program's tasks
+        program_error = cast("BaseExceptionGroup[BaseException]", program_error).exceptions[0]
+    if program_error is not None:
+        return f"{type(program_error).__name__}: {program_error}"
     if isinstance(event.result, Exited):
-        last = event.result.stderr.decode(errors="backslashreplace").strip().splitlines()[-1:]
-        return f"exit code {event.result.exit_code}: {''.join(last)}"
+        last_line = event.result.stderr.decode(errors="backslashreplace").strip().splitlines()[-1:]
+        return f"exit code {event.result.exit_code}: {''.join(last_line)}"
     return f"it returned {event.result!r}"

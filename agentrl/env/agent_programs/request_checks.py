@@ -60,9 +60,9 @@ class RequestKeys:
     def check(self, body: Fields, sampled: frozenset[str], otherwise: str) -> None:
         """Refuse or name the keys of `body` that are not honoured. Of the keys about sampling, those in `sampled` are;
         `otherwise` is why the others are not. Raises UnservedRequest."""
-        for key, refused in self.refused.items():
-            if body.get(key) is not None and refused.asks(body[key]):
-                raise UnservedRequest(f"{key} = {shown(body[key])}: {refused.hint}")
+        for key, refused_key in self.refused.items():
+            if body.get(key) is not None and refused_key.asks(body[key]):
+                raise UnservedRequest(f"{key} = {shown(body[key])}: {refused_key.hint}")
         for key, value in body.items():
             if value is None or key in self.honoured or key in self.bookkeeping or key in self.refused:
                 continue
@@ -82,8 +82,8 @@ def note(what: str, place: str = "") -> None:
 
 def shown(value: Any) -> str:
     """A value in one short line."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    value_text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value_text if len(value_text) <= _MOST_SHOWN else f"{value_text[:_MOST_SHOWN]}…"
 
 
 def always(value: Any) -> bool:
@@ -105,58 +105,60 @@ def objects(value: Any, what: str, most: int) -> list[Fields]:
     """A list of at most `most` objects. Raises UnservedRequest."""
     if not isinstance(value, list):
         raise UnservedRequest(f"{what} must be a list of objects")
-    items = cast("list[Any]", value)
-    if len(items) > most:
-        raise UnservedRequest(f"{what} has {len(items)} entries: at most {most} are served")
-    for number, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise UnservedRequest(f"{what}[{number}] = {shown(item)}: give an object")
-    return cast("list[Fields]", items)
+    list_items = cast("list[Any]", value)
+    if len(list_items) > most:
+        raise UnservedRequest(f"{what} has {len(list_items)} entries: at most {most} are served")
+    for item_index, list_item in enumerate(list_items):
+        if not isinstance(list_item, dict):
+            raise UnservedRequest(f"{what}[{item_index}] = {shown(list_item)}: give an object")
+    return cast("list[Fields]", list_items)
 
 
 def text_at(fields: Fields, key: str, what: str) -> str:
     """The text under a key that has to be there. Raises UnservedRequest."""
-    value = fields.get(key)
-    if not isinstance(value, str) or not value:
-        raise UnservedRequest(f"{what}.{key} = {shown(value)}: give a text")
-    return value
+    field_value = fields.get(key)
+    if not isinstance(field_value, str) or not field_value:
+        raise UnservedRequest(f"{what}.{key} = {shown(field_value)}: give a text")
+    return field_value
 
 
 def check_tools(tools: Iterable[Fields]) -> None:
     """Check function schemas in OpenAI's envelope: names, descriptions and parameters. Raises UnservedRequest."""
-    parts = 0
-    for number, tool in enumerate(tools):
-        function: Any = tool.get("function")
-        where = f"tools[{number}]"
+    part_count = 0
+    for tool_index, tool_schema in enumerate(tools):
+        function: Any = tool_schema.get("function")
+        field_path = f"tools[{tool_index}]"
         if not isinstance(function, dict):
-            raise UnservedRequest(f"{where}.function = {shown(function)}: give an object")
-        fields = cast("dict[str, Any]", function)
-        name = text_at(fields, "name", where)
-        if len(name) > _MOST_NAME:
-            raise UnservedRequest(f"{where}.name has {len(name)} characters: at most {_MOST_NAME} are served")
-        description = fields.get("description")
+            raise UnservedRequest(f"{field_path}.function = {shown(function)}: give an object")
+        function_fields = cast("dict[str, Any]", function)
+        tool_name = text_at(function_fields, "name", field_path)
+        if len(tool_name) > _MOST_NAME:
+            raise UnservedRequest(f"{field_path}.name has {len(tool_name)} characters: at most {_MOST_NAME} are served")
+        description = function_fields.get("description")
         if description is not None and not isinstance(description, str):
-            raise UnservedRequest(f"{where}.description = {shown(description)}: give a text")
-        parameters: Any = fields.get("parameters")
+            raise UnservedRequest(f"{field_path}.description = {shown(description)}: give a text")
+        parameters: Any = function_fields.get("parameters")
         if parameters is None:
             continue
         # Counted before the check, whose time grows with it: a thousand tools of a thousand parts each would hold a
         # reader's thread for minutes, and there are two of them.
-        parts += _parts(parameters)
-        if parts > MOST_TOOL_PARTS:
+        part_count += _parts(parameters)
+        if part_count > MOST_TOOL_PARTS:
             raise UnservedRequest(f"the schemas of tools have more than {MOST_TOOL_PARTS} parts: offer fewer tools")
-        if reason := _CHECKED.why_no_schema(parameters):
-            raise UnservedRequest(f"{where}.parameters of {name[:_MOST_SHOWN]!r} are no JSON schema: {reason}")
+        if schema_fault := _CHECKED.why_no_schema(parameters):
+            raise UnservedRequest(
+                f"{field_path}.parameters of {tool_name[:_MOST_SHOWN]!r} are no JSON schema: {schema_fault}"
+            )
 
 
 def _parts(value: Any) -> int:
     """The number of values within a JSON value, itself included."""
-    inner: Iterable[Any] = ()
+    inner_values: Iterable[Any] = ()
     if isinstance(value, dict):
-        inner = cast("dict[str, Any]", value).values()
+        inner_values = cast("dict[str, Any]", value).values()
     elif isinstance(value, list):
-        inner = cast("list[Any]", value)
-    return 1 + sum(map(_parts, inner))
+        inner_values = cast("list[Any]", value)
+    return 1 + sum(map(_parts, inner_values))
 
 
 class _CheckedSchemas:
@@ -169,31 +171,31 @@ class _CheckedSchemas:
 
     def why_no_schema(self, parameters: Any) -> str:
         """Why `parameters` are no JSON schema of an object, in one line; empty if they are."""
-        digest = hashlib.sha256(dump(parameters).encode()).digest()
+        schema_digest = hashlib.sha256(dump(parameters).encode()).digest()
         with self._lock:
-            reason = self._reasons.get(digest)
+            schema_fault = self._reasons.get(schema_digest)
         # Checked outside of the lock, at the price that two threads may check the same schema: a large one takes long,
         # and other episodes must not wait for it.
-        if reason is None:
-            reason = _why_no_schema(parameters)
+        if schema_fault is None:
+            schema_fault = _why_no_schema(parameters)
             with self._lock:
-                self._reasons[digest] = reason
+                self._reasons[schema_digest] = schema_fault
                 if len(self._reasons) > _MOST_CHECKED:
                     self._reasons.popitem(last=False)
-        return reason
+        return schema_fault
 
 
 def _why_no_schema(parameters: Any) -> str:
     if not isinstance(parameters, dict):
         return f"{shown(parameters)} is no object"
-    fields = cast("dict[str, Any]", parameters)
-    draft: Any = jsonschema.Draft202012Validator
+    schema_fields = cast("dict[str, Any]", parameters)
+    draft_validator: Any = jsonschema.Draft202012Validator
     try:
         # Servers name the draft that they write in, and keywords have changed their meaning since: `items` as a list is
         # right in draft 7 and wrong in 2020-12.
-        if isinstance(fields.get("$schema"), str):
-            draft = jsonschema.validators.validator_for(fields, default=draft)
-        draft.check_schema(fields)
+        if isinstance(schema_fields.get("$schema"), str):
+            draft_validator = jsonschema.validators.validator_for(schema_fields, default=draft_validator)
+        draft_validator.check_schema(schema_fields)
     except jsonschema.SchemaError as error:
         return f"{error.json_path}: {error.message[:200]}"
     except (ValueError, TypeError, RecursionError) as error:  # of a $schema that is no address

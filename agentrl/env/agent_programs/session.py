@@ -54,8 +54,8 @@ class _Server:
 
     def body_bytes(self, path: str) -> int:
         """The most bytes of a body that the key of `path` allows."""
-        _, most = self.handlers.get(_split(path)[0], (None, 0))
-        return most
+        _, body_limit = self.handlers.get(_split(path)[0], (None, 0))
+        return body_limit
 
     def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
         """Refuse a request whose key nobody has registered; see `Refuses` in `agentrl.http.http_server`."""
@@ -67,12 +67,12 @@ class _Server:
         self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
     ) -> tuple[int, Typed]:
         """Answer a request by the handler of its key; see `Handler` in `agentrl.http.http_server`."""
-        key, rest = _split(path)
-        handler, _ = self.handlers.get(key, (None, 0))
-        if handler is None:
+        episode_key, api_path = _split(path)
+        key_handler, _ = self.handlers.get(episode_key, (None, 0))
+        if key_handler is None:
             return written(Response(503, {"error": {"message": "the episode is over", "type": "server_error"}}))
         try:
-            response = await handler(Request(method, rest, headers, content))
+            response = await key_handler(Request(method, api_path, headers, content))
         except UnservedRequest as error:
             response = Response(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
         except Exception as error:  # a connection's boundary: whatever it was, the program gets an answer that says so
@@ -86,28 +86,28 @@ async def register(key: str, handler: Handler, *, body_bytes: int = MAX_BODY) ->
 
     The server starts with the first key of a trio loop."""
     try:
-        server = _servers.get()
+        loop_server = _servers.get()
     except LookupError:
-        server = None
-    if server is None or server.scope.cancel_called:
-        server = await _start()
-        _servers.set(server)
-    server.handlers[key] = (handler, body_bytes)
-    return f"http://127.0.0.1:{server.port}/{key}"
+        loop_server = None
+    if loop_server is None or loop_server.scope.cancel_called:
+        loop_server = await _start()
+        _servers.set(loop_server)
+    loop_server.handlers[key] = (handler, body_bytes)
+    return f"http://127.0.0.1:{loop_server.port}/{key}"
 
 
 async def unregister(key: str) -> None:
     """Forget a key; the server closes with the last one."""
     try:
-        server = _servers.get()
+        loop_server = _servers.get()
     except LookupError:
         return
-    server.handlers.pop(key, None)
-    if not server.handlers and not server.scope.cancel_called:
-        server.scope.cancel()
+    loop_server.handlers.pop(key, None)
+    if not loop_server.handlers and not loop_server.scope.cancel_called:
+        loop_server.scope.cancel()
         # A deadline, as the server waits for its open connections, and a program that was left behind may hold one.
         with trio.move_on_after(5, shield=True):
-            await server.closed.wait()
+            await loop_server.closed.wait()
 
 
 async def _start() -> _Server:
@@ -118,8 +118,8 @@ async def _start() -> _Server:
 
     async def serve() -> None:
         with server.scope:
-            bounds = ServerBounds(body_bytes=MAX_BODY)
-            await listen(server, listeners, bounds=bounds, refuses=server.refuses, body_bytes=server.body_bytes)
+            server_bounds = ServerBounds(body_bytes=MAX_BODY)
+            await listen(server, listeners, bounds=server_bounds, refuses=server.refuses, body_bytes=server.body_bytes)
         for listener in listeners:
             with trio.CancelScope(shield=True):
                 await listener.aclose()
@@ -133,8 +133,8 @@ async def _start() -> _Server:
 
 def _split(path: str) -> tuple[str, str]:
     """The key that a path begins with, and what follows."""
-    key, _, rest = path.removeprefix("/").partition("/")
-    return key, f"/{rest}"
+    episode_key, _, path_rest = path.removeprefix("/").partition("/")
+    return episode_key, f"/{path_rest}"
 
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
@@ -267,14 +267,14 @@ class Running:
         await unregister(self._key)
 
     async def _run(self, session: Session) -> None:
-        ended = Ended(error=RuntimeError("the program was stopped"))
+        program_end = Ended(error=RuntimeError("the program was stopped"))
         try:
             with self._scope:
-                ended = Ended(result=await _execute(self._program, session, self._box))
+                program_end = Ended(result=await _execute(self._program, session, self._box))
         except (Exception, SystemExit, asyncio.CancelledError, BaseExceptionGroup) as error:
-            ended = _ended_by(error)
+            program_end = _ended_by(error)
         finally:
-            self._ended = ended
+            self._ended = program_end
             self._endpoint.announce()
             self._over.set()
 
@@ -285,10 +285,10 @@ def _ended_by(error: BaseException) -> Ended:
     if isinstance(error, Exception):
         return Ended(error=error)
     if isinstance(error, BaseExceptionGroup):
-        group = cast("BaseExceptionGroup[BaseException]", error)
-        if group.subgroup((trio.Cancelled, KeyboardInterrupt)) is not None:
-            raise group  # this loop ends
-        error = matters(group)
+        error_group = cast("BaseExceptionGroup[BaseException]", error)
+        if error_group.subgroup((trio.Cancelled, KeyboardInterrupt)) is not None:
+            raise error_group  # this loop ends
+        error = matters(error_group)
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return Ended()
@@ -303,28 +303,29 @@ async def _execute(program: Program | Sequence[str], session: Session, box: Sand
         return await program(session)
     # With the shared limit of threads, as many programs as there are threads would block every environment's plain code
     # until the first of them ends.
-    limiter = trio.CapacityLimiter(1)  # its own: a program lasts as long as its episode
-    return await trio.to_thread.run_sync(program, session, abandon_on_cancel=True, limiter=limiter)
+    thread_limiter = trio.CapacityLimiter(1)  # its own: a program lasts as long as its episode
+    return await trio.to_thread.run_sync(program, session, abandon_on_cancel=True, limiter=thread_limiter)
 
 
 async def _boxed(argv: Sequence[str], session: Session, box: Sandbox) -> Exited:
     """A command in a box, which reaches its model and nothing else. It ends with the box at the latest."""
-    url = urlsplit(session.base_url)
-    async with forwarded(box, cast("int", url.port)) as way:
-        boxed_session = replace(session, base_url=way.address + url.path)
-        silent = ["sh", "-c", 'exec "$@" </dev/null', "sh", *argv]  # some programs wait for the end of their input
-        process = await box.start(way.argv(silent), env=_variables(boxed_session))
-        stdout = bytearray()
+    model_url = urlsplit(session.base_url)
+    async with forwarded(box, cast("int", model_url.port)) as forwarding:
+        boxed_session = replace(session, base_url=forwarding.address + model_url.path)
+        # Some programs wait for the end of their input.
+        silent_command = ["sh", "-c", 'exec "$@" </dev/null', "sh", *argv]
+        process = await box.start(forwarding.argv(silent_command), env=_variables(boxed_session))
+        output_tail = bytearray()
         try:
-            while data := await process.receive():
-                stdout += data
-                del stdout[: max(0, len(stdout) - OUTPUT_BYTES)]
+            while output_chunk := await process.receive():
+                output_tail += output_chunk
+                del output_tail[: max(0, len(output_tail) - OUTPUT_BYTES)]
             await process.wait()
         finally:
             with trio.CancelScope(shield=True):
                 await process.kill()
-        ended = await process.kill()  # idempotent: it says how it ended
-    return Exited(ended.exit_code, bytes(stdout), ended.stderr[-OUTPUT_BYTES:])
+        exec_result = await process.kill()  # idempotent: it says how it ended
+    return Exited(exec_result.exit_code, bytes(output_tail), exec_result.stderr[-OUTPUT_BYTES:])
 
 
 async def _command(argv: Sequence[str], session: Session) -> Exited:
@@ -343,15 +344,15 @@ async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> E
         env=variables,
         start_new_session=True,
     )
-    output: dict[str, bytes] = {}
+    output_tails: dict[str, bytes] = {}
 
     async def drain(name: str, stream: trio.abc.ReceiveStream) -> None:
-        tail = bytearray()
+        output_tail = bytearray()
         async with stream:
-            async for chunk in stream:
-                tail += chunk
-                del tail[: max(0, len(tail) - OUTPUT_BYTES)]
-        output[name] = bytes(tail)
+            async for output_chunk in stream:
+                output_tail += output_chunk
+                del output_tail[: max(0, len(output_tail) - OUTPUT_BYTES)]
+        output_tails[name] = bytes(output_tail)
 
     try:
         async with trio.open_nursery() as nursery:
@@ -368,7 +369,7 @@ async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> E
         kill_group(process.pid)
         with trio.CancelScope(shield=True):
             await process.wait()
-    return Exited(process.returncode or 0, output.get("stdout", b""), output.get("stderr", b""))
+    return Exited(process.returncode or 0, output_tails.get("stdout", b""), output_tails.get("stderr", b""))
 
 
 def _variables(session: Session) -> dict[str, str]:
