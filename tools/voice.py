@@ -43,9 +43,9 @@ class Place(NamedTuple):
 
 def sources(folders: Iterable[str]) -> list[Path]:
     """Our Python files in folders, as git lists them."""
-    listed = subprocess.run(["git", "ls-files", *folders], capture_output=True, text=True, check=True).stdout
-    paths = [Path(name) for name in listed.splitlines() if name.endswith(".py")]
-    return [path for path in paths if _TASK_CONTENT.isdisjoint(path.parts)]
+    git_output = subprocess.run(["git", "ls-files", *folders], capture_output=True, text=True, check=True).stdout
+    source_paths = [Path(name) for name in git_output.splitlines() if name.endswith(".py")]
+    return [path for path in source_paths if _TASK_CONTENT.isdisjoint(path.parts)]
 
 
 def bound_name(node: ast.AST) -> str | None:
@@ -73,17 +73,19 @@ class Measures:
 
     def add(self, path: Path) -> None:
         """Read one file."""
-        source = path.read_text(encoding="utf-8")
-        self.lines += source.count("\n")
+        source_text = path.read_text(encoding="utf-8")
+        self.lines += source_text.count("\n")
         self._identifiers.update(path.with_suffix("").parts)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._add_local(path, node)
-            if name := bound_name(node):
-                self._add_name(path, node, name)
-            if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
-                self._add_docstring(path, node, text)
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        for syntax_node in ast.walk(ast.parse(source_text)):
+            if isinstance(syntax_node, ast.Name) and isinstance(syntax_node.ctx, ast.Store):
+                self._add_local(path, syntax_node)
+            if name := bound_name(syntax_node):
+                self._add_name(path, syntax_node, name)
+            if isinstance(syntax_node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and (
+                docstring := ast.get_docstring(syntax_node)
+            ):
+                self._add_docstring(path, syntax_node, docstring)
+        for token in tokenize.generate_tokens(io.StringIO(source_text).readline):
             if token.type == tokenize.COMMENT:
                 self.comments += token.line.lstrip().startswith("#")
             elif token.type == tokenize.NAME:
@@ -104,18 +106,18 @@ class Measures:
 
     def _add_docstring(self, path: Path, node: ast.AST, text: str) -> None:
         self.docstrings += 1
-        line, name = getattr(node, "lineno", 1), getattr(node, "name", path.stem)
+        line_number, name = getattr(node, "lineno", 1), getattr(node, "name", path.stem)
         if opening := OPENINGS.match(text):
-            self.places["openings"].append(Place(path, line, f"{name}: {opening[0]} …"))
+            self.places["openings"].append(Place(path, line_number, f"{name}: {opening[0]} …"))
         for word in sorted(BANNED & set(_WORD.findall(text.lower()))):
-            self.places["banned words"].append(Place(path, line, f"{name}: {word}"))
-        self._quoted += (Place(path, line, quoted) for quoted in _CODE_NAME.findall(text))
+            self.places["banned words"].append(Place(path, line_number, f"{name}: {word}"))
+        self._quoted += (Place(path, line_number, quoted) for quoted in _CODE_NAME.findall(text))
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Measure, value and goal, once all files are read."""
         self.places["missing names"] = [place for place in self._quoted if place.text not in self._identifiers]
-        vague = len(self.places["vague locals"])
-        yield "vague locals", f"{vague / max(1, self.locals):.1%} of {self.locals}", "≤ 1%"
+        vague_count = len(self.places["vague locals"])
+        yield "vague locals", f"{vague_count / max(1, self.locals):.1%} of {self.locals}", "≤ 1%"
         yield "mean length of a local's name", f"{self.letters / max(1, self.locals):.1f}", "≥ 8"
         yield "whole-line comments", f"{self.comments / max(1, self.lines):.1%} of {self.lines} lines", "≥ 4%"
         for measure in ("openings", "banned words", "missing names"):
@@ -127,17 +129,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", choices=("vague locals", "openings", "banned words", "missing names", "banned names"))
     parser.add_argument("folders", nargs="*", default=["agentrl"], metavar="FOLDER")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     measures = Measures()
-    for path in sources(chosen.folders):
-        measures.add(path)
-    rows = list(measures.rows())
-    if chosen.list:
-        for place in measures.places[chosen.list]:
-            print(f"{place.path}:{place.line}: {place.text}")
+    for source_path in sources(options.folders):
+        measures.add(source_path)
+    measure_rows = list(measures.rows())
+    if options.list:
+        for counted_place in measures.places[options.list]:
+            print(f"{counted_place.path}:{counted_place.line}: {counted_place.text}")
         return
-    for measure, value, goal in rows:
-        print(f"{measure:32}{value:28}{goal}")
+    for measure, measured, goal in measure_rows:
+        print(f"{measure:32}{measured:28}{goal}")
 
 
 if __name__ == "__main__":

@@ -52,17 +52,17 @@ def text_result(text: str, limit: int, *, is_error: bool = False, truncated: boo
 
 def command_result(result: ExecResult, limit: int, timeout_s: float) -> ToolResult:
     """How a command ended, as a shell would show it: its output, then what went wrong. `data` holds the parts."""
-    parts = [readable(result.stdout)]
+    text_parts = [readable(result.stdout)]
     if result.stderr:
-        parts.append(readable(result.stderr))
+        text_parts.append(readable(result.stderr))
     if result.timed_out:
-        parts.append(f"[ended after {timeout_s:g} s]")
+        text_parts.append(f"[ended after {timeout_s:g} s]")
     elif result.oom:
-        parts.append("[killed: out of memory]")
+        text_parts.append("[killed: out of memory]")
     elif result.exit_code != 0:
-        parts.append(f"[exit code {result.exit_code}]")
-    text = "\n".join(part.rstrip("\n") for part in parts if part)
-    shown = text_result(text or "[no output]", limit, truncated=result.truncated)
-    failed = result.exit_code != 0 or result.timed_out
-    data = {"exit_code": result.exit_code, "timed_out": result.timed_out, "oom": result.oom}
-    return ToolResult(content=shown.content, is_error=failed, truncated=shown.truncated, data=data)
+        text_parts.append(f"[exit code {result.exit_code}]")
+    whole_text = "\n".join(text_part.rstrip("\n") for text_part in text_parts if text_part)
+    cut_result = text_result(whole_text or "[no output]", limit, truncated=result.truncated)
+    has_failed = result.exit_code != 0 or result.timed_out
+    exit_data = {"exit_code": result.exit_code, "timed_out": result.timed_out, "oom": result.oom}
+    return ToolResult(content=cut_result.content, is_error=has_failed, truncated=cut_result.truncated, data=exit_data)

@@ -48,12 +48,12 @@ class Calculator(SchemaChecked):
 def evaluate(expression: str) -> str:
     """The value as text. Integers and fractions are exact; a fraction is shown as a decimal. Raises ToolError."""
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body, 0)
-        if isinstance(value, Fraction):
-            return str(value.numerator) if value.denominator == 1 else repr(float(value))
-        if not math.isfinite(value):
+        exact_value = _value(ast.parse(expression.strip(), mode="eval").body, 0)
+        if isinstance(exact_value, Fraction):
+            return str(exact_value.numerator) if exact_value.denominator == 1 else repr(float(exact_value))
+        if not math.isfinite(exact_value):
             raise ToolError("the result is not a finite number")
-        return repr(value)
+        return repr(exact_value)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ToolError(f"not an arithmetic expression: {expression[:80]!r}") from error
     except ZeroDivisionError as error:
@@ -100,14 +100,14 @@ def _call(name: str, value: Number) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent.numerator)
-        if bits > _MAX_BITS:
+        result_bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent.numerator)
+        if result_bits > _MAX_BITS:
             raise ToolError(f"the result has more than {_MAX_BITS} bits")
         return base**exponent.numerator
-    result = float(base) ** float(exponent)
-    if isinstance(result, complex):
+    float_power = float(base) ** float(exponent)
+    if isinstance(float_power, complex):
         raise ToolError("the result is not a real number")
-    return result
+    return float_power
 
 
 def _bounded(value: Number) -> Number:

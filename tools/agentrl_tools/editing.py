@@ -34,10 +34,10 @@ class TextLines:
         """Put `text` (one line, or several) where line `line` stands. Raises ToolError that says what to do."""
         if not 1 <= line <= len(self._lines):
             raise ToolError(f"there is no line {line}: give one from 1 to {len(self._lines)}")
-        new = text.split("\n")
-        if len(self._lines) + len(new) > _MAX_LINES or len(text.encode("utf-8", "replace")) > _MAX_BYTES:
+        new_lines = text.split("\n")
+        if len(self._lines) + len(new_lines) > _MAX_LINES or len(text.encode("utf-8", "replace")) > _MAX_BYTES:
             raise ToolError(f"the text grows past {_MAX_LINES} lines or {_MAX_BYTES} bytes: write less")
-        self._lines[line - 1 : line] = new
+        self._lines[line - 1 : line] = new_lines
 
 
 class ReplaceLine:

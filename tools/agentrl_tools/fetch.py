@@ -45,14 +45,18 @@ class HttpFetch(SchemaChecked):
         """At most `fetch_bytes` of a body are read, at most `output_bytes` shown. Raises UsageError."""
         if isinstance(allow, str):
             raise UsageError(f"allow = {allow!r}: give a list of hosts")
-        for at, entry in enumerate(allow):
-            if not isinstance(entry, str) or re.fullmatch(r"[^\s/@]+", entry) is None:
+        for entry_index, allowed_host in enumerate(allow):
+            if not isinstance(allowed_host, str) or re.fullmatch(r"[^\s/@]+", allowed_host) is None:
                 raise ConfigError(
-                    f"allow[{at}]", entry, "give a host alone, such as 'docs.python.org' or 'localhost:80'"
+                    f"allow[{entry_index}]",
+                    allowed_host,
+                    "give a host alone, such as 'docs.python.org' or 'localhost:80'",
                 )
-        url: Json = {"type": "string", "description": "http or https address", "maxLength": 2000}
-        super().__init__("fetch", f"Fetch a page. Allowed hosts: {', '.join(allow) or 'none'}.", {"url": url}, "url")
-        self._allow = [entry.lower() for entry in allow]
+        url_schema: Json = {"type": "string", "description": "http or https address", "maxLength": 2000}
+        super().__init__(
+            "fetch", f"Fetch a page. Allowed hosts: {', '.join(allow) or 'none'}.", {"url": url_schema}, "url"
+        )
+        self._allow = [allowed_host.lower() for allowed_host in allow]
         self._limit_s = positive_seconds("timeout_s", timeout_s)
         self._fetch_bytes, self._output_bytes = fetch_bytes, output_bytes
         self.timeout_s = timeout_s + 5.0
@@ -60,66 +64,66 @@ class HttpFetch(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, ToolTimeout."""
-        url = self.checked(arguments)["url"]
+        page_url = self.checked(arguments)["url"]
         with trio.move_on_after(self._limit_s):
-            return await self._fetch(url)
-        raise ToolTimeout(f"{url} did not answer within {self._limit_s:g} s")
+            return await self._fetch(page_url)
+        raise ToolTimeout(f"{page_url} did not answer within {self._limit_s:g} s")
 
     async def _fetch(self, url: str) -> ToolResult:
-        options = {"follow_redirects": False, "trust_env": False, "timeout": self._limit_s}
-        async with httpx.AsyncClient(transport=self._transport, **options) as client:
+        client_options = {"follow_redirects": False, "trust_env": False, "timeout": self._limit_s}
+        async with httpx.AsyncClient(transport=self._transport, **client_options) as http_client:
             for _ in range(_REDIRECTS + 1):
                 self._must_be_allowed(url)
                 try:
-                    async with client.stream("GET", url, headers=_HEADERS) as response:
-                        if response.has_redirect_location:
-                            url = urljoin(url, response.headers["location"])
+                    async with http_client.stream("GET", url, headers=_HEADERS) as page_response:
+                        if page_response.has_redirect_location:
+                            url = urljoin(url, page_response.headers["location"])
                             continue
-                        return await self._shown(url, response)
+                        return await self._shown(url, page_response)
                 except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the last of urljoin, and of IDNA
                     raise ToolError(f"cannot fetch {url}: {error or type(error).__name__}") from error
         raise ToolError(f"more than {_REDIRECTS} redirects")
 
     async def _shown(self, url: str, response: httpx.Response) -> ToolResult:
-        body = await self._body(url, response)
-        was_cut = len(body) > self._fetch_bytes
-        text = readable(body[: self._fetch_bytes]) or "[empty]"
-        shown = text_result(text, self._output_bytes, is_error=response.is_error, truncated=was_cut)
+        page_bytes = await self._body(url, response)
+        was_cut = len(page_bytes) > self._fetch_bytes
+        page_text = readable(page_bytes[: self._fetch_bytes]) or "[empty]"
+        page_result = text_result(page_text, self._output_bytes, is_error=response.is_error, truncated=was_cut)
         if not response.is_error:
-            return shown
-        message = f"HTTP {response.status_code} from {url}\n{shown.content}"
-        return ToolResult(content=message, is_error=True, truncated=shown.truncated)
+            return page_result
+        error_text = f"HTTP {response.status_code} from {url}\n{page_result.content}"
+        return ToolResult(content=error_text, is_error=True, truncated=page_result.truncated)
 
     async def _body(self, url: str, response: httpx.Response) -> bytes:
         """The bytes of a page, unpacked, up to one past the bound. Raises ToolError for another packing."""
         packing = response.headers.get("content-encoding", "identity").strip().lower()
         if packing not in ("", "identity", "gzip", "x-gzip", "deflate"):
             raise ToolError(f"cannot fetch {url}: it is packed as {packing[:40]!r}, which was not asked for")
-        unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32) if packing not in ("", "identity") else None
-        body = bytearray()
-        async for chunk in response.aiter_raw(1 << 14):
-            room = self._fetch_bytes + 1 - len(body)
+        decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32) if packing not in ("", "identity") else None
+        page_bytes = bytearray()
+        async for raw_chunk in response.aiter_raw(1 << 14):
+            bytes_left = self._fetch_bytes + 1 - len(page_bytes)
             try:
-                body += unpack.decompress(chunk, room) if unpack else chunk[:room]
+                page_bytes += decompressor.decompress(raw_chunk, bytes_left) if decompressor else raw_chunk[:bytes_left]
             except zlib.error as error:
                 raise ToolError(f"cannot unpack {url}: {error}") from error
-            if len(body) > self._fetch_bytes:
-                return bytes(body)
-        if unpack and not unpack.eof:
+            if len(page_bytes) > self._fetch_bytes:
+                return bytes(page_bytes)
+        if decompressor and not decompressor.eof:
             raise ToolError(f"cannot unpack {url}: it ends too early")
-        return bytes(body)
+        return bytes(page_bytes)
 
     def _must_be_allowed(self, url: str) -> None:
         try:
-            parts = urlsplit(url)
-            host, port = (parts.hostname or "").lower().rstrip("."), parts.port
+            url_parts = urlsplit(url)
+            host_name, port_number = (url_parts.hostname or "").lower().rstrip("."), url_parts.port
         except ValueError as error:
             raise ToolError(f"not an address: {error}") from error
-        if parts.scheme not in _PORTS or not host:
+        if url_parts.scheme not in _PORTS or not host_name:
             raise ToolError(f"not an http address: {url[:200]!r}")
-        if parts.username is not None or parts.password is not None:
+        if url_parts.username is not None or url_parts.password is not None:
             raise ToolError("an address with a user name is not allowed")
-        own = port is None or port == _PORTS[parts.scheme]
-        names = {f"{host}:{port}"} | ({host} if own else set())
-        if not any(fnmatchcase(name, entry) for entry in self._allow for name in names):
-            raise ToolError(f"{host} is not on the list of allowed hosts: {', '.join(self._allow) or 'none'}")
+        is_default_port = port_number is None or port_number == _PORTS[url_parts.scheme]
+        host_names = {f"{host_name}:{port_number}"} | ({host_name} if is_default_port else set())
+        if not any(fnmatchcase(host_text, allowed_host) for allowed_host in self._allow for host_text in host_names):
+            raise ToolError(f"{host_name} is not on the list of allowed hosts: {', '.join(self._allow) or 'none'}")

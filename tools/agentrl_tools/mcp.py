@@ -84,18 +84,21 @@ class McpServer:
             await self.aclose()
             raise
         await self.aclose()
-        why = self._failure or f"no answer within {self._start_s:g} s"
-        raise InfrastructureError(f"MCP server {self._name!r} does not start: {why}")
+        failure_reason = self._failure or f"no answer within {self._start_s:g} s"
+        raise InfrastructureError(f"MCP server {self._name!r} does not start: {failure_reason}")
 
     async def _listed(self) -> list[McpTool]:
-        tools: list[McpTool] = []
+        all_tools: list[McpTool] = []
         cursor: str | None = None
         while True:
-            page = await self._client.list_tools(cursor=cursor)
-            tools += [McpTool(self, tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
-            cursor = page.next_cursor
+            tool_page = await self._client.list_tools(cursor=cursor)
+            all_tools += [
+                McpTool(self, listed_tool.name, listed_tool.description or "", listed_tool.input_schema)
+                for listed_tool in tool_page.tools
+            ]
+            cursor = tool_page.next_cursor
             if not cursor:
-                return tools
+                return all_tools
 
     async def aclose(self) -> None:
         """End the connection and the server's processes. Idempotent."""
@@ -110,13 +113,13 @@ class McpServer:
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        client = self._client
-        if client is None:
+        mcp_client = self._client
+        if mcp_client is None:
             raise self._lost(f"{self._failure or 'it was closed'}")
-        result: Any = None
+        call_result: Any = None
         with trio.move_on_after(self.call_s) as deadline:
             try:
-                result = await client.call_tool(name, arguments)
+                call_result = await mcp_client.call_tool(name, arguments)
             except MCPError as error:
                 if error.code == CONNECTION_CLOSED:
                     raise self._lost(f"it ended during {name}") from error
@@ -125,12 +128,12 @@ class McpServer:
                 raise ToolError(f"{name}: the server's answer cannot be read: {str(error)[:_WHY]}") from error
         if deadline.cancelled_caught:
             raise ToolError(f"{name} was ended after {self.call_s:g} s")
-        return result
+        return call_result
 
     def _lost(self, why: str) -> InfrastructureError | ToolError:
         """A server in a box may have been ended by the policy; any other is the host's affair."""
-        kind = InfrastructureError if self._sandbox is None else ToolError
-        return kind(f"MCP server {self._name!r} is gone: {why}")
+        error_class = InfrastructureError if self._sandbox is None else ToolError
+        return error_class(f"MCP server {self._name!r} is gone: {why}")
 
     async def _live(self) -> None:
         """Body of the system task: holds the connection open; never raises."""
@@ -138,11 +141,11 @@ class McpServer:
             with self._scope:
                 from mcp import Client
 
-                async with AsyncExitStack() as stack:
-                    mark: Mapping[str, str] = {}
+                async with AsyncExitStack() as exit_stack:
+                    owner_mark: Mapping[str, str] = {}
                     if self._command and self._sandbox is None:
-                        mark = (await stack.enter_async_context(owned_folder())).mark
-                    self._client = await stack.enter_async_context(Client(self._target(mark)))
+                        owner_mark = (await exit_stack.enter_async_context(owned_folder())).mark
+                    self._client = await exit_stack.enter_async_context(Client(self._target(owner_mark)))
                     self._ready.set()
                     await trio.sleep_forever()
         except Exception as error:
@@ -161,8 +164,8 @@ class McpServer:
             return self._url
         if self._sandbox is not None:
             return _box_transport(self._sandbox, self._command, self._env)
-        command, *args = self._command
-        return stdio_client(StdioServerParameters(command=command, args=args, env={**self._env, **mark}))
+        program, *arguments = self._command
+        return stdio_client(StdioServerParameters(command=program, args=arguments, env={**self._env, **mark}))
 
 
 class McpTool:
@@ -183,21 +186,21 @@ class McpTool:
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, InfrastructureError if the server is gone."""
-        result = await self._server.ask(self.name, self._check(arguments))
-        parts = [_part(block) for block in result.content]
-        if not parts and result.structured_content is not None:
-            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-        text = clean_text("\n".join(parts)) or "[no output]"
-        return text_result(text, self._server.output_bytes, is_error=bool(result.is_error))
+        call_result = await self._server.ask(self.name, self._check(arguments))
+        text_parts = [_part(content_block) for content_block in call_result.content]
+        if not text_parts and call_result.structured_content is not None:
+            text_parts = [json.dumps(call_result.structured_content, ensure_ascii=False)]
+        result_text = clean_text("\n".join(text_parts)) or "[no output]"
+        return text_result(result_text, self._server.output_bytes, is_error=bool(call_result.is_error))
 
 
 def _part(block: Any) -> str:
     """A block of a result as text; what is not text is named."""
-    text = getattr(block, "text", None)
-    if isinstance(text, str):
-        return text
-    kind = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
-    return f"[{getattr(block, 'type', 'content')} {kind}]".replace(" ]", "]")
+    block_text = getattr(block, "text", None)
+    if isinstance(block_text, str):
+        return block_text
+    mime_or_uri = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
+    return f"[{getattr(block, 'type', 'content')} {mime_or_uri}]".replace(" ]", "]")
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -213,32 +216,35 @@ def _parsed(line: bytes) -> Any:
     from mcp.types import jsonrpc_message_adapter
 
     try:
-        message: Any = jsonrpc_message_adapter.validate_json(line)
+        server_message: Any = jsonrpc_message_adapter.validate_json(line)
     except ValueError as error:
         return error
-    result: Any = getattr(message, "result", None)
-    if isinstance(result, dict):
-        fields = cast("dict[str, Any]", result)
-        content: Any = fields.get("content")
-        if isinstance(content, list) and (beyond := len(cast("list[Any]", content)) - _MOST_PARTS) > 0:
-            note = {"type": "text", "text": f"[{beyond} more parts are left out]"}
-            fields["content"] = [*cast("list[Any]", content)[:_MOST_PARTS], note]
-        if not _has_at_most(_MOST_VALUES, fields.get("structuredContent")):
-            fields["structuredContent"] = {"left_out": f"a result of more than {_MOST_VALUES} values"}
-    return SessionMessage(message)
+    call_result: Any = getattr(server_message, "result", None)
+    if isinstance(call_result, dict):
+        result_fields = cast("dict[str, Any]", call_result)
+        content_parts: Any = result_fields.get("content")
+        if (
+            isinstance(content_parts, list)
+            and (excess_count := len(cast("list[Any]", content_parts)) - _MOST_PARTS) > 0
+        ):
+            excess_note = {"type": "text", "text": f"[{excess_count} more parts are left out]"}
+            result_fields["content"] = [*cast("list[Any]", content_parts)[:_MOST_PARTS], excess_note]
+        if not _has_at_most(_MOST_VALUES, result_fields.get("structuredContent")):
+            result_fields["structuredContent"] = {"left_out": f"a result of more than {_MOST_VALUES} values"}
+    return SessionMessage(server_message)
 
 
 def _has_at_most(most: int, value: Any) -> bool:
     """Whether a JSON value has `most` values within it at most. Stops at the first one beyond."""
-    waiting, count = [value], 0
-    while waiting:
-        inner: Any = waiting.pop()
-        count += 1
-        if isinstance(inner, dict):
-            waiting += cast("dict[str, Any]", inner).values()
-        elif isinstance(inner, list):
-            waiting += cast("list[Any]", inner)
-        if count + len(waiting) > most:
+    remaining_values, value_count = [value], 0
+    while remaining_values:
+        inner_value: Any = remaining_values.pop()
+        value_count += 1
+        if isinstance(inner_value, dict):
+            remaining_values += cast("dict[str, Any]", inner_value).values()
+        elif isinstance(inner_value, list):
+            remaining_values += cast("list[Any]", inner_value)
+        if value_count + len(remaining_values) > most:
             return False
     return True
 
@@ -248,33 +254,33 @@ async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[
     """The package's streams over stdin and stdout of a process in a box: one JSON-RPC message a line."""
     import anyio
 
-    process = await sandbox.start(command, env=env)
+    box_process = await sandbox.start(command, env=env)
     to_client, from_server = anyio.create_memory_object_stream[Any](_WAITING_MESSAGES)
     to_server, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        waiting = bytearray()
+        unread_bytes = bytearray()
         async with to_client:
-            while chunk := await process.receive():
-                waiting += chunk
-                if len(waiting) > _LINE_BYTES:
+            while output_chunk := await box_process.receive():
+                unread_bytes += output_chunk
+                if len(unread_bytes) > _LINE_BYTES:
                     raise ValueError(f"it wrote a line of more than {_LINE_BYTES} bytes")
-                if b"\n" not in chunk:
+                if b"\n" not in output_chunk:
                     continue
-                *lines, waiting = waiting.split(b"\n")
-                for line in filter(None, lines):
+                *whole_lines, unread_bytes = unread_bytes.split(b"\n")
+                for whole_line in filter(None, whole_lines):
                     # The policy may write what it likes: a long line is parsed beside the loop.
-                    if len(line) <= _SMALL_LINE:
-                        message = _parsed(bytes(line))
+                    if len(whole_line) <= _SMALL_LINE:
+                        server_message = _parsed(bytes(whole_line))
                     else:
-                        message = await trio.to_thread.run_sync(_parsed, bytes(line))
-                    await to_client.send(message)
+                        server_message = await trio.to_thread.run_sync(_parsed, bytes(whole_line))
+                    await to_client.send(server_message)
 
     async def write() -> None:
         async with from_client:
-            async for message in from_client:
-                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
-                await process.send(text.encode() + b"\n")
+            async for client_message in from_client:
+                message_json = client_message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await box_process.send(message_json.encode() + b"\n")
 
     try:
         async with trio.open_nursery() as nursery:
@@ -284,4 +290,4 @@ async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
-            await process.kill()
+            await box_process.kill()

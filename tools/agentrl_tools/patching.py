@@ -60,32 +60,32 @@ class Effort:
 def parse_patch(text: str) -> list[FilePatch]:
     """Raises ToolError that names the fault and its place. Lines end with `\\n` alone: the files' own lines may hold
     any other sign that ends one elsewhere."""
-    patches: list[FilePatch] = []
-    lines = text.removesuffix("\n").split("\n")
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        if line.startswith("diff --git "):
-            at = _parse_git(lines, at, patches)
-        elif _names_files(lines, at):
-            patches.append(FilePatch(_name(line[4:]), _name(lines[at + 1][4:])))
-            at += 2
-        elif line.startswith("@@"):
-            at = _parse_hunk(lines, at, patches)
-        elif line.startswith(_BINARY):
+    file_patches: list[FilePatch] = []
+    patch_lines = text.removesuffix("\n").split("\n")
+    index = 0
+    while index < len(patch_lines):
+        patch_line = patch_lines[index]
+        if patch_line.startswith("diff --git "):
+            index = _parse_git(patch_lines, index, file_patches)
+        elif _names_files(patch_lines, index):
+            file_patches.append(FilePatch(_name(patch_line[4:]), _name(patch_lines[index + 1][4:])))
+            index += 2
+        elif patch_line.startswith("@@"):
+            index = _parse_hunk(patch_lines, index, file_patches)
+        elif patch_line.startswith(_BINARY):
             raise ToolError(
-                f"line {at + 1} of the patch is of a binary file, which a patch cannot change: {line[:200]}"
+                f"line {index + 1} of the patch is of a binary file, which a patch cannot change: {patch_line[:200]}"
             )
         else:
-            at += 1  # prose
-    if not patches:
+            index += 1  # prose
+    if not file_patches:
         raise ToolError("no hunk found: a patch has lines like '--- a/file', '+++ b/file' and '@@ -1,2 +1,2 @@'")
-    for patch in patches:
-        if patch.old is None and patch.new is None:
+    for file_patch in file_patches:
+        if file_patch.old is None and file_patch.new is None:
             raise ToolError("a part of the patch names /dev/null twice")
-        if not patch.hunks and patch.old == patch.new and patch.executable is None:
-            raise ToolError(f"no hunk found for {patch.new}: write lines like '@@ -1,2 +1,2 @@'")
-    return patches
+        if not file_patch.hunks and file_patch.old == file_patch.new and file_patch.executable is None:
+            raise ToolError(f"no hunk found for {file_patch.new}: write lines like '@@ -1,2 +1,2 @@'")
+    return file_patches
 
 
 def _names_files(lines: list[str], at: int) -> bool:
@@ -94,47 +94,49 @@ def _names_files(lines: list[str], at: int) -> bool:
 
 def _parse_git(lines: list[str], at: int, patches: list[FilePatch]) -> int:
     """A header of git: what it says beside the names in `---` and `+++`, which may be missing."""
-    began, headers = at, dict[str, str]()
-    while (at := at + 1) < len(lines) and (match := _GIT.match(lines[at])) is not None:
-        headers[match[1]] = match[2].strip()
-    if at < len(lines) and _names_files(lines, at):
-        patch = FilePatch(_name(lines[at][4:]), _name(lines[at + 1][4:]))
-        at += 2
-    elif at < len(lines) and lines[at].startswith(_BINARY):
+    line_index, headers = at, dict[str, str]()
+    while (line_index := line_index + 1) < len(lines) and (header_match := _GIT.match(lines[line_index])) is not None:
+        headers[header_match[1]] = header_match[2].strip()
+    if line_index < len(lines) and _names_files(lines, line_index):
+        file_patch = FilePatch(_name(lines[line_index][4:]), _name(lines[line_index + 1][4:]))
+        line_index += 2
+    elif line_index < len(lines) and lines[line_index].startswith(_BINARY):
         raise ToolError(
-            f"line {at + 1} of the patch is of a binary file, which it cannot change: {lines[began][11:200]}"
+            f"line {line_index + 1} of the patch is of a binary file, which it cannot change: {lines[at][11:200]}"
         )
-    elif not headers and not (at < len(lines) and lines[at].startswith("@@")):
-        return at
+    elif not headers and not (line_index < len(lines) and lines[line_index].startswith("@@")):
+        return line_index
     else:
-        same = _same_name(lines[began][11:].rstrip("\r"))
-        patch = FilePatch(
+        same_name = _same_name(lines[at][11:].rstrip("\r"))
+        file_patch = FilePatch(
             None
             if "new file mode" in headers
-            else _unquoted(headers.get("rename from", headers.get("copy from", same))),
+            else _unquoted(headers.get("rename from", headers.get("copy from", same_name))),
             None
             if "deleted file mode" in headers
-            else _unquoted(headers.get("rename to", headers.get("copy to", same))),
+            else _unquoted(headers.get("rename to", headers.get("copy to", same_name))),
         )
-        if "" in (patch.old, patch.new):
-            raise ToolError(f"line {began + 1} of the patch names no file: write --- and +++ lines below it")
-    patch.copies = "copy to" in headers
-    mode = headers.get("new mode", headers.get("new file mode"))
-    if mode is not None and not mode.startswith("100"):
+        if "" in (file_patch.old, file_patch.new):
+            raise ToolError(f"line {at + 1} of the patch names no file: write --- and +++ lines below it")
+    file_patch.copies = "copy to" in headers
+    file_mode = headers.get("new mode", headers.get("new file mode"))
+    if file_mode is not None and not file_mode.startswith("100"):
         raise ToolError(
-            f"line {began + 1} of the patch makes a file of mode {mode[:10]}: only 100644 and 100755 are known"
+            f"line {at + 1} of the patch makes a file of mode {file_mode[:10]}: only 100644 and 100755 are known"
         )
-    patch.executable = None if mode is None else mode == "100755"
-    patches.append(patch)
-    return at
+    file_patch.executable = None if file_mode is None else file_mode == "100755"
+    patches.append(file_patch)
+    return line_index
 
 
 def _same_name(names: str) -> str:
     """The name of a header without renaming, `a/NAME b/NAME`; empty where the two differ."""
-    half = len(names) // 2
-    old, new = names[:half], names[half + 1 :]
-    old, new = (_name(old) or "", _name(new) or "") if names[half : half + 1] == " " else ("", "")
-    return old if old == new else ""
+    half_length = len(names) // 2
+    old_name, new_name = names[:half_length], names[half_length + 1 :]
+    old_name, new_name = (
+        (_name(old_name) or "", _name(new_name) or "") if names[half_length : half_length + 1] == " " else ("", "")
+    )
+    return old_name if old_name == new_name else ""
 
 
 def ends_mail(lines: Sequence[str], at: int) -> bool:
@@ -144,41 +146,42 @@ def ends_mail(lines: Sequence[str], at: int) -> bool:
 
 
 def _parse_hunk(lines: list[str], at: int, patches: list[FilePatch]) -> int:
-    match = _HUNK.match(lines[at])
-    if match is None:
-        hint = "write the lines' numbers, as in '@@ -12,3 +12,4 @@' (nearly right is enough)"
-        raise ToolError(f"line {at + 1} of the patch is no header of a hunk: {lines[at][:80]!r}; {hint}")
+    hunk_match = _HUNK.match(lines[at])
+    if hunk_match is None:
+        correction = "write the lines' numbers, as in '@@ -12,3 +12,4 @@' (nearly right is enough)"
+        raise ToolError(f"line {at + 1} of the patch is no header of a hunk: {lines[at][:80]!r}; {correction}")
     if not patches:
         raise ToolError(f"line {at + 1} of the patch is a hunk of no file: write --- and +++ lines before it")
-    if len(match[1]) > _DIGITS:
-        raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(match[1])} digits")
-    hunk, last = Hunk(int(match[1])), ""
+    if len(hunk_match[1]) > _DIGITS:
+        raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(hunk_match[1])} digits")
+    hunk, last_sign = Hunk(int(hunk_match[1])), ""
     patches[-1].hunks.append(hunk)
-    while (at := at + 1) < len(lines):
-        line = lines[at]
-        if line.startswith(("@@", "diff --git ", *_BINARY)) or _names_files(lines, at):
+    line_index = at
+    while (line_index := line_index + 1) < len(lines):
+        hunk_line = lines[line_index]
+        if hunk_line.startswith(("@@", "diff --git ", *_BINARY)) or _names_files(lines, line_index):
             break
-        if ends_mail(lines, at):
-            return at + 2
-        sign, rest = line[:1] or " ", line[1:]
+        if ends_mail(lines, line_index):
+            return line_index + 2
+        sign, line_text = hunk_line[:1] or " ", hunk_line[1:]
         if sign == "\\":
-            hunk.ends_open = hunk.ends_open or last != "-"
+            hunk.ends_open = hunk.ends_open or last_sign != "-"
         elif sign in " +-":
             if sign != "+":
-                hunk.old.append(rest)
+                hunk.old.append(line_text)
             if sign != "-":
-                hunk.new.append(rest)
+                hunk.new.append(line_text)
         else:
-            raise ToolError(f"line {at + 1} of the patch starts with {sign!r}: expected ' ', '+' or '-'")
-        last = sign
-    return at
+            raise ToolError(f"line {line_index + 1} of the patch starts with {sign!r}: expected ' ', '+' or '-'")
+        last_sign = sign
+    return line_index
 
 
 def _name(field_: str) -> str | None:
-    name = _unquoted(field_.split("\t")[0].strip())
-    if name == "/dev/null":
+    file_name = _unquoted(field_.split("\t")[0].strip())
+    if file_name == "/dev/null":
         return None
-    return posixpath.normpath(name[2:] if name[:2] in ("a/", "b/") else name)
+    return posixpath.normpath(file_name[2:] if file_name[:2] in ("a/", "b/") else file_name)
 
 
 def _unquoted(name: str) -> str:
@@ -196,27 +199,29 @@ def _unquoted(name: str) -> str:
 def apply_hunks(text: str, hunks: list[Hunk], name: str, effort: Effort | None = None) -> str:
     """The text after all hunks. Raises ToolError naming the first that does not fit."""
     effort = effort or Effort()
-    ended = text.endswith("\n") or not text
-    lines = text.split("\n")
-    if ended:
-        lines.pop()
-    done: list[str] = []
-    at = 0  # lines before it are in `done`, as the hunks so far left them
-    for number, hunk in enumerate(hunks, 1):
-        old = hunk.old
-        place = _find(lines, old, hunk.at - 1 if old else hunk.at, at, effort)
-        if place is None:
-            near = old[0] if old else ""
-            raise ToolError(f"hunk {number} does not fit {name}: its lines (first {near!r}) do not stand there")
-        done += lines[at:place]
-        done += hunk.new
-        at = place + len(old)
-        if hunk.ends_open and at == len(lines):
-            ended = False
-        elif at == len(lines) and hunk.new:
-            ended = True
-    done += lines[at:]
-    return "\n".join(done) + ("\n" if ended and done else "")
+    is_ended = text.endswith("\n") or not text
+    text_lines = text.split("\n")
+    if is_ended:
+        text_lines.pop()
+    new_lines: list[str] = []
+    line_index = 0  # lines before it are in `new_lines`, as the hunks so far left them
+    for hunk_number, next_hunk in enumerate(hunks, 1):
+        old_lines = next_hunk.old
+        hunk_index = _find(text_lines, old_lines, next_hunk.at - 1 if old_lines else next_hunk.at, line_index, effort)
+        if hunk_index is None:
+            first_line = old_lines[0] if old_lines else ""
+            raise ToolError(
+                f"hunk {hunk_number} does not fit {name}: its lines (first {first_line!r}) do not stand there"
+            )
+        new_lines += text_lines[line_index:hunk_index]
+        new_lines += next_hunk.new
+        line_index = hunk_index + len(old_lines)
+        if next_hunk.ends_open and line_index == len(text_lines):
+            is_ended = False
+        elif line_index == len(text_lines) and next_hunk.new:
+            is_ended = True
+    new_lines += text_lines[line_index:]
+    return "\n".join(new_lines) + ("\n" if is_ended and new_lines else "")
 
 
 def _find(lines: list[str], old: list[str], hint: int, floor: int, effort: Effort) -> int | None:
@@ -231,17 +236,17 @@ def _find(lines: list[str], old: list[str], hint: int, floor: int, effort: Effor
 
 def _places(lines: list[str], old: list[str], floor: int) -> Iterator[int]:
     """Where `old` stands from `floor` on, in one pass (Knuth, Morris and Pratt)."""
-    back = [0] * len(old)  # how much of `old` stands again at the end of its first lines
-    length = 0
-    for at in range(1, len(old)):
-        while length and old[at] != old[length]:
-            length = back[length - 1]
-        length += old[at] == old[length]
-        back[at] = length
-    length = 0
-    for at in range(floor, len(lines)):
-        while length and (length == len(old) or lines[at] != old[length]):
-            length = back[length - 1]
-        length += lines[at] == old[length]
-        if length == len(old):
-            yield at + 1 - length
+    border_lengths = [0] * len(old)  # how much of `old` stands again at the end of its first lines
+    matched = 0
+    for line_index in range(1, len(old)):
+        while matched and old[line_index] != old[matched]:
+            matched = border_lengths[matched - 1]
+        matched += old[line_index] == old[matched]
+        border_lengths[line_index] = matched
+    matched = 0
+    for line_index in range(floor, len(lines)):
+        while matched and (matched == len(old) or lines[line_index] != old[matched]):
+            matched = border_lengths[matched - 1]
+        matched += lines[line_index] == old[matched]
+        if matched == len(old):
+            yield line_index + 1 - matched

@@ -77,8 +77,8 @@ class Python(SchemaChecked):
     ends the interpreter, costs the session: the next one starts afresh, and the result says so."""
 
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
-        code: Json = {"type": "string", "description": "Python statements; variables stay for the next call"}
-        super().__init__("python", "Run Python code in a session that stays.", {"code": code}, "code")
+        code_schema: Json = {"type": "string", "description": "Python statements; variables stay for the next call"}
+        super().__init__("python", "Run Python code in a session that stays.", {"code": code_schema}, "code")
         self._sandbox, self._limit_s = sandbox, positive_seconds("timeout_s", timeout_s)
         self._output_bytes = output_bytes
         self.timeout_s = timeout_s + _START_S + 10.0
@@ -89,58 +89,59 @@ class Python(SchemaChecked):
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""
-        code = self.checked(arguments)["code"]
+        python_code = self.checked(arguments)["code"]
         async with self._turn:
             process = self._process or await self._start()
-            reply: bytes | None = None
+            session_reply: bytes | None = None
             try:
-                await process.send(json.dumps({"code": code}).encode() + b"\n")
-                reply = await self._line(process, self._limit_s)
+                await process.send(json.dumps({"code": python_code}).encode() + b"\n")
+                session_reply = await self._line(process, self._limit_s)
             finally:
-                if reply is None:  # too slow, ended, or our caller was cancelled: what runs is not to be trusted
+                # Too slow, ended, or our caller was cancelled: what runs is not to be trusted.
+                if session_reply is None:
                     self._process = None
                     with trio.CancelScope(shield=True):
                         await process.kill()
-            return self._shown(reply)
+            return self._shown(session_reply)
 
     async def aclose(self) -> None:
         """End the session. Idempotent; the next call starts a new one."""
-        process, self._process = self._process, None
-        if process is not None:
-            await process.kill()
+        old_process, self._process = self._process, None
+        if old_process is not None:
+            await old_process.kill()
 
     async def _start(self) -> BoxProcess:
         self._waiting = b""
-        process = await self._sandbox.start(["python3", "-I", "-u", "-c", _DRIVER, str(self._output_bytes)])
-        if await self._line(process, _START_S) != b"ready":
-            result = await process.kill()
-            if result.exit_code == NO_COMMAND:
+        session_process = await self._sandbox.start(["python3", "-I", "-u", "-c", _DRIVER, str(self._output_bytes)])
+        if await self._line(session_process, _START_S) != b"ready":
+            exec_result = await session_process.kill()
+            if exec_result.exit_code == NO_COMMAND:
                 raise SandboxError("the box has no python3: give an image that has it")
-            words = readable(result.stderr).strip()[-300:]  # what runs in the box took all that it may have
-            raise ToolError(f"no Python session starts in the box (exit code {result.exit_code}): {words}")
-        self._process = process
-        return process
+            last_words = readable(exec_result.stderr).strip()[-300:]  # what runs in the box took all that it may have
+            raise ToolError(f"no Python session starts in the box (exit code {exec_result.exit_code}): {last_words}")
+        self._process = session_process
+        return session_process
 
     async def _line(self, process: BoxProcess, seconds: float) -> bytes | None:
         """The next line that the session writes; None if it ended, the time is up, or it writes more than a reply."""
         with trio.move_on_after(seconds):
             while b"\n" not in self._waiting:
-                more = await process.receive()
-                if not more or len(self._waiting) > self._longest:
+                output_chunk = await process.receive()
+                if not output_chunk or len(self._waiting) > self._longest:
                     return None
-                self._waiting += more
-            line, _, self._waiting = self._waiting.partition(b"\n")
-            return line
+                self._waiting += output_chunk
+            session_line, _, self._waiting = self._waiting.partition(b"\n")
+            return session_line
         return None
 
     def _shown(self, reply: bytes | None) -> ToolResult:
         if reply is None:
-            text = f"[the session ended, or took more than {self._limit_s:g} s; it was restarted and is empty]"
-            return ToolResult(content=text, is_error=True)
+            shown_text = f"[the session ended, or took more than {self._limit_s:g} s; it was restarted and is empty]"
+            return ToolResult(content=shown_text, is_error=True)
         try:
             answer = json.loads(reply)
             output, failed, was_cut = base64.b64decode(answer["output"]), bool(answer["failed"]), bool(answer["cut"])
         except (ValueError, KeyError, TypeError, RecursionError):  # the code wrote on the session's own line
             return ToolResult(content="[the session gave no readable answer]", is_error=True)
-        text = readable(output).rstrip("\n") or "[no output]"
-        return text_result(text, self._output_bytes, is_error=failed, truncated=was_cut)
+        shown_text = readable(output).rstrip("\n") or "[no output]"
+        return text_result(shown_text, self._output_bytes, is_error=failed, truncated=was_cut)

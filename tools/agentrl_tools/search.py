@@ -35,8 +35,8 @@ class Search(SchemaChecked):
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""
         checked = self.checked(arguments)
-        place = checked.get("path") or "."
-        match = [
+        root = checked.get("path") or "."
+        options = [
             "-nHIE",
             "-m",
             str(self._matches),
@@ -44,20 +44,21 @@ class Search(SchemaChecked):
             "-e",
             checked["pattern"],
         ]
-        command = ["grep", "-r", *match, "--", place]
+        command = ["grep", "-r", *options, "--", root]
         if "glob" in checked:  # and not --include, which busybox lacks
-            place = place if place.startswith("/") else f"./{place}"
-            command = ["find", place, "-type", "f", "-name", checked["glob"], "-exec", "grep", *match, "--", "{}", "+"]
-        result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
-        if result.timed_out:
+            root = root if root.startswith("/") else f"./{root}"
+            command = ["find", root, "-type", "f", "-name", checked["glob"], "-exec", "grep", *options, "--", "{}", "+"]
+        exec_result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
+        if exec_result.timed_out:
             raise ToolError(f"the search was ended after {self.timeout_s:g} s: narrow it")
-        complaint = readable(result.stderr).strip()  # find ends with 1 also where grep has found nothing
-        if not result.stdout and (result.exit_code > 1 or (result.exit_code and complaint)):
-            raise ToolError(complaint or f"grep ended with {result.exit_code}")
-        lines = readable(result.stdout).splitlines()
-        text = "\n".join(_short(line) for line in lines[: self._output_bytes])  # more are never shown
-        more = result.truncated or len(lines) > self._output_bytes
-        return text_result(text or "no match", self._output_bytes, truncated=more)
+        complaint = readable(exec_result.stderr).strip()  # find ends with 1 also where grep has found nothing
+        if not exec_result.stdout and (exec_result.exit_code > 1 or (exec_result.exit_code and complaint)):
+            raise ToolError(complaint or f"grep ended with {exec_result.exit_code}")
+        match_lines = readable(exec_result.stdout).splitlines()
+        # More lines than bytes of output are never shown.
+        match_text = "\n".join(_short(match_line) for match_line in match_lines[: self._output_bytes])
+        has_more = exec_result.truncated or len(match_lines) > self._output_bytes
+        return text_result(match_text or "no match", self._output_bytes, truncated=has_more)
 
 
 def _short(line: str) -> str:

@@ -16,15 +16,17 @@ class Shell(SchemaChecked):
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
         """`timeout_s` is default and upper bound of a command's seconds."""
         positive_seconds("timeout_s", timeout_s)
-        timeout: Json = {"type": "number", "description": "seconds", "exclusiveMinimum": 0, "maximum": timeout_s}
-        command: Json = {"type": "string", "description": "what `sh` runs, in the work folder"}
-        super().__init__("shell", "Run a shell command.", {"command": command, "timeout": timeout}, "command")
+        timeout_schema: Json = {"type": "number", "description": "seconds", "exclusiveMinimum": 0, "maximum": timeout_s}
+        command_schema: Json = {"type": "string", "description": "what `sh` runs, in the work folder"}
+        super().__init__(
+            "shell", "Run a shell command.", {"command": command_schema, "timeout": timeout_schema}, "command"
+        )
         self._sandbox, self.timeout_s, self._output_bytes = sandbox, timeout_s + 10.0, output_bytes
         self._limit_s = timeout_s
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, SandboxError."""
-        checked = self.checked(arguments)
-        limit_s = float(checked.get("timeout", self._limit_s))
-        result = await self._sandbox.exec(["sh", "-c", checked["command"]], timeout_s=limit_s)
-        return command_result(result, self._output_bytes, limit_s)
+        checked_arguments = self.checked(arguments)
+        limit_s = float(checked_arguments.get("timeout", self._limit_s))
+        exec_result = await self._sandbox.exec(["sh", "-c", checked_arguments["command"]], timeout_s=limit_s)
+        return command_result(exec_result, self._output_bytes, limit_s)
