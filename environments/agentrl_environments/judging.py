@@ -88,37 +88,49 @@ class SourceJudge:
 
     async def _run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
         packages = sorted(_tops(sources) - _tops(tests) - _TAKEN)
-        boxes: list[Sandbox] = []
+        open_boxes: list[Sandbox] = []
         try:
-            boxes.append(await self._box("suspect.py", {f"sources/{path}": data for path, data in sources.items()}))
-            boxes.append(await self._box("judge.py", {f"tests/{name}": data for name, data in tests.items()}))
-            suspect = await boxes[0].start(["python3", "-s", "-S", "box/suspect.py"], env=_ENV)
-            judge = await boxes[1].start(["python3", "-s", "-S", "box/judge.py", *packages], env=_ENV)
+            open_boxes.append(
+                await self._box(
+                    "suspect.py", {f"sources/{source_path}": file_bytes for source_path, file_bytes in sources.items()}
+                )
+            )
+            open_boxes.append(
+                await self._box(
+                    "judge.py", {f"tests/{test_file}": file_bytes for test_file, file_bytes in tests.items()}
+                )
+            )
+            suspect_process = await open_boxes[0].start(["python3", "-s", "-S", "box/suspect.py"], env=_ENV)
+            judge_process = await open_boxes[1].start(["python3", "-s", "-S", "box/judge.py", *packages], env=_ENV)
             with policy_time():
-                return await _Session(judge, suspect).run(DEADLINE_S)
+                return await _Session(judge_process, suspect_process).run(DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
-                for box in boxes:
-                    await box.close()
+                for open_box in open_boxes:
+                    await open_box.close()
 
     async def _box(self, program: str, files: Mapping[str, bytes]) -> Sandbox:
-        ours = {f"box/{name}": (BOXED / name).read_bytes() for name in ("wire.py", program)}
-        return await self._backend.create(SandboxSpec(image=self._image, limits=self._limits, files={**files, **ours}))
+        own_files = {
+            f"box/{program_name}": (BOXED / program_name).read_bytes() for program_name in ("wire.py", program)
+        }
+        return await self._backend.create(
+            SandboxSpec(image=self._image, limits=self._limits, files={**files, **own_files})
+        )
 
 
 def _tops(files: Mapping[str, bytes]) -> set[str]:
     """The modules that a folder of files offers to `import`."""
-    return {path.split("/")[0].removesuffix(".py") for path in files}
+    return {file_path.split("/")[0].removesuffix(".py") for file_path in files}
 
 
 def _digest(*trees: Mapping[str, bytes]) -> bytes:
-    digest = blake2b()
-    for tree in trees:
-        for name, data in sorted(tree.items()):
-            digest.update(f"{name}\0{len(data)}\0".encode())
-            digest.update(data)
-        digest.update(b"\0")
-    return digest.digest()
+    content_hash = blake2b()
+    for file_tree in trees:
+        for file_name, file_bytes in sorted(file_tree.items()):
+            content_hash.update(f"{file_name}\0{len(file_bytes)}\0".encode())
+            content_hash.update(file_bytes)
+        content_hash.update(b"\0")
+    return content_hash.digest()
 
 
 class _Lines:
@@ -129,12 +141,12 @@ class _Lines:
 
     async def next(self) -> bytes | None:
         while b"\n" not in self._waiting:
-            more = await self._process.receive()
-            self._waiting += more
-            if not more or len(self._waiting) > _LONGEST_LINE:
+            output_chunk = await self._process.receive()
+            self._waiting += output_chunk
+            if not output_chunk or len(self._waiting) > _LONGEST_LINE:
                 return None
-        line, _, self._waiting = self._waiting.partition(b"\n")
-        return line + b"\n"
+        next_line, _, self._waiting = self._waiting.partition(b"\n")
+        return next_line + b"\n"
 
 
 class _Session:
@@ -149,7 +161,7 @@ class _Session:
 
     async def run(self, deadline_s: float) -> Verdicts:
         """Raises HostBusy where this machine gave the two processes no processor for HOST_DEADLINE_S."""
-        failure: Exception | None = None
+        relay_error: Exception | None = None
         starved_out = False
 
         async def end_in_time(scope: trio.CancelScope) -> None:
@@ -167,33 +179,33 @@ class _Session:
             scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            with trio.CancelScope() as scope:
-                nursery.start_soon(end_in_time, scope)
+            with trio.CancelScope() as relay_scope:
+                nursery.start_soon(end_in_time, relay_scope)
                 try:
                     await self._relay()
                 except Exception as error:  # raised outside the nursery, so that it is no group
-                    failure = error
+                    relay_error = error
             nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        if relay_error is not None:
+            raise relay_error
         if starved_out and not self._ended:
             raise HostBusy(f"the tests got no processor for {HOST_DEADLINE_S:g} s: this machine has too much to do")
-        whole = self._ended and not self._suspect_gone
-        return Verdicts(frozenset(self._passed), dict(self._reasons), whole)
+        was_whole = self._ended and not self._suspect_gone
+        return Verdicts(frozenset(self._passed), dict(self._reasons), was_whole)
 
     async def _relay(self) -> None:
-        while not self._ended and (line := await self._questions.next()) is not None:
-            if line.startswith(b">"):
-                await self._judge.send(await self._answer(line[1:]))
-            elif line.startswith(b"="):
-                self._note(*json.loads(line[1:]))
+        while not self._ended and (question_line := await self._questions.next()) is not None:
+            if question_line.startswith(b">"):
+                await self._judge.send(await self._answer(question_line[1:]))
+            elif question_line.startswith(b"="):
+                self._note(*json.loads(question_line[1:]))
 
     async def _answer(self, question: bytes) -> bytes:
         if not self._suspect_gone:
             await self._suspect.send(question)
-            line = await self._answers.next()
-            if line is not None:
-                return line
+            answer_line = await self._answers.next()
+            if answer_line is not None:
+                return answer_line
             self._suspect_gone = True
             await self._suspect.kill()
         return _NO_ANSWER

@@ -32,15 +32,15 @@ class Remembered(Generic[V]):
                 with host_time("an answer that a sibling asked for"):
                     await self._under_way[key].wait()
                 continue
-            done = self._under_way[key] = trio.Event()
+            answer_ready = self._under_way[key] = trio.Event()
             try:
-                answer, lasting = await find()
-                if not lasting or not self._most:
+                answer, is_lasting = await find()
+                if not is_lasting or not self._most:
                     return answer
                 self._answers[key] = answer
             finally:
                 del self._under_way[key]
-                done.set()
+                answer_ready.set()
         self._answers.move_to_end(key)
         if len(self._answers) > self._most:
             self._answers.popitem(last=False)

@@ -55,14 +55,14 @@ class PotentialDelta:
 
     async def step(self, box: Sandbox, *, over: bool) -> float:
         """The reward of the step that led to the box as it is; `over`: it ended the episode. Raises SandboxError."""
-        before = self._phi
+        phi_before = self._phi
         self._phi = 0.0 if over else await self._measured(box) - self._first
-        return self._weight * (self._gamma * self._phi - before)
+        return self._weight * (self._gamma * self._phi - phi_before)
 
     async def _measured(self, box: Sandbox) -> float:
         try:
-            async with forked(box) as copy:
-                return await self._potential(copy)
+            async with forked(box) as box_copy:
+                return await self._potential(box_copy)
         except SandboxPathError:  # the policy's own doing: folders too deep to copy, files where folders should be
             return 0.0
 
@@ -97,9 +97,9 @@ class LintDelta(PotentialDelta):
 
     def __init__(self, artifacts: Sequence[str], *, gamma: float = 1.0, weight: float = 1.0) -> None:
         async def tidiness(copy: Sandbox) -> float:
-            command = ["python3", "-I", "-S", "-c", _LINT, *artifacts]
-            result = await copy.exec(command, timeout_s=_LINT_S)
-            return 1.0 / (1.0 + json.loads(result.stdout)) if result.exit_code == 0 else 0.0
+            lint_command = ["python3", "-I", "-S", "-c", _LINT, *artifacts]
+            lint_result = await copy.exec(lint_command, timeout_s=_LINT_S)
+            return 1.0 / (1.0 + json.loads(lint_result.stdout)) if lint_result.exit_code == 0 else 0.0
 
         super().__init__(tidiness, gamma=gamma, weight=weight)
 
@@ -107,21 +107,21 @@ class LintDelta(PotentialDelta):
 @asynccontextmanager
 async def forked(box: Sandbox) -> AsyncGenerator[Sandbox]:
     """A copy of a box, closed afterwards."""
-    copy = await box.fork()
+    box_copy = await box.fork()
     try:
-        yield copy
+        yield box_copy
     finally:
         with trio.CancelScope(shield=True):
-            await copy.close()
+            await box_copy.close()
 
 
 async def carried(box: Sandbox, artifacts: Sequence[str]) -> dict[str, bytes]:
     """The declared files as they stand. What is missing, no plain file or too large is left out: that is the policy's
     own doing, and what imports it will fail. Raises SandboxError."""
-    files: dict[str, bytes] = {}
-    for path in artifacts:
+    carried_files: dict[str, bytes] = {}
+    for artifact_path in artifacts:
         try:
-            files[path] = await box.read(path, most_bytes=LARGEST_ARTIFACT)
+            carried_files[artifact_path] = await box.read(artifact_path, most_bytes=LARGEST_ARTIFACT)
         except SandboxPathError:
             continue
-    return files
+    return carried_files

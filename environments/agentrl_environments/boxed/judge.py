@@ -119,17 +119,17 @@ class Court:
         return self._exchange([verb, *(encode(argument, self._export) for argument in arguments)])
 
     def _exchange(self, request: list[Any]) -> Any:
-        answer = self._channel.ask(request)
-        if type(answer) is not dict or len(answer) != 1:
+        suspect_answer = self._channel.ask(request)
+        if type(suspect_answer) is not dict or len(suspect_answer) != 1:
             raise ProtocolError("no answer")
-        if "value" in answer:
-            return decode(answer["value"], self._resolve)
-        raise self._raised(answer.get("raise"))
+        if "value" in suspect_answer:
+            return decode(suspect_answer["value"], self._resolve)
+        raise self._raised(suspect_answer.get("raise"))
 
     def verdict(self, test: str, passed: bool, text: str) -> None:
-        data = ("=" + json.dumps([test, passed, text[-_SHORT:]]) + "\n").encode()
-        while data:
-            data = data[os.write(self._outgoing, data) :]
+        message_bytes = ("=" + json.dumps([test, passed, text[-_SHORT:]]) + "\n").encode()
+        while message_bytes:
+            message_bytes = message_bytes[os.write(self._outgoing, message_bytes) :]
 
     # --- imports of the repository's packages
 
@@ -168,32 +168,44 @@ class Court:
                 self._remotes[inside] = Remote(self, inside)
             return self._remotes[inside]
         if tag == "builtin" and type(inside) is str:
-            kind = getattr(builtins, inside, None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                return kind
+            builtin_class = getattr(builtins, inside, None)
+            if isinstance(builtin_class, type) and issubclass(builtin_class, Exception):
+                return builtin_class
             return RuntimeError  # SystemExit and its like end nothing here
         if tag == "class" and type(inside) is list and len(inside) == 3:
-            handle, name, bases = inside
-            if handle not in self._remotes:
-                local = [decode(base, self._resolve) for base in bases]
-                parents = tuple(base for base in local if isinstance(base, type) and issubclass(base, Exception))
-                own = () if any(issubclass(parent, RemoteError) for parent in parents) else (RemoteError,)
+            remote_handle, class_name, class_bases = inside
+            if remote_handle not in self._remotes:
+                local_bases = [decode(class_base, self._resolve) for class_base in class_bases]
+                exception_bases = tuple(
+                    class_base
+                    for class_base in local_bases
+                    if isinstance(class_base, type) and issubclass(class_base, Exception)
+                )
+                remote_bases = (
+                    ()
+                    if any(issubclass(exception_base, RemoteError) for exception_base in exception_bases)
+                    else (RemoteError,)
+                )
                 try:
-                    self._remotes[handle] = type(name, (*own, *parents), {"remote_handle": handle})
+                    self._remotes[remote_handle] = type(
+                        class_name, (*remote_bases, *exception_bases), {"remote_handle": remote_handle}
+                    )
                 except (TypeError, ValueError) as error:
                     raise ProtocolError(f"no class: {error}") from error
-            return self._remotes[handle]
+            return self._remotes[remote_handle]
         raise ProtocolError(tag)
 
     def _raised(self, data: Any) -> BaseException:
         """The exception that the suspect described. Raises ProtocolError."""
         try:
-            kind, arguments, text, kept = (decode(part, self._resolve) for part in data["parts"])
-            if not issubclass(kind, RemoteError):
-                return kind(*arguments)
-            error = kind.__new__(kind)
+            error_class, arguments, error_text, error_attributes = (
+                decode(data_part, self._resolve) for data_part in data["parts"]
+            )
+            if not issubclass(error_class, RemoteError):
+                return error_class(*arguments)
+            error = error_class.__new__(error_class)
             error.args = arguments
-            error.__dict__.update({**kept, "text": str(text), "remote_instance": int(data["handle"])})
+            error.__dict__.update({**error_attributes, "text": str(error_text), "remote_instance": int(data["handle"])})
             return error
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ProtocolError(f"no exception: {error}") from error
@@ -201,10 +213,10 @@ class Court:
     def _call_back(self, request: Any) -> Any:
         """The suspect calls a function that a test handed over, and nothing else."""
         try:
-            handle, args, kwargs = request
-            function = self._callbacks[handle]
-            value = function(*decode(args, self._resolve), **decode(kwargs, self._resolve))
-            return {"value": encode(value, self._export)}
+            callback_handle, arguments, keywords = request
+            function = self._callbacks[callback_handle]
+            returned_value = function(*decode(arguments, self._resolve), **decode(keywords, self._resolve))
+            return {"value": encode(returned_value, self._export)}
         except (Gone, ProtocolError):
             raise
         except Exception as error:
@@ -226,8 +238,8 @@ def _of_members(method: Any) -> Any:
     """An assertion about a member: the judge looks for it among what a handle iterates over."""
 
     def check(self: unittest.TestCase, member: Any, container: Any, *rest: Any, **named: Any) -> None:
-        members: Any = container
-        method(self, member, list(members) if isinstance(container, Remote) else container, *rest, **named)
+        checked_container: Any = container
+        method(self, member, list(checked_container) if isinstance(container, Remote) else container, *rest, **named)
 
     return check
 
@@ -260,24 +272,24 @@ class ReportedResult(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
-        passed = self._passed and not self._wrong
-        self._court.verdict(test.id(), passed, "" if passed else self._wrong or "did not end")
+        has_passed = self._passed and not self._wrong
+        self._court.verdict(test.id(), has_passed, "" if has_passed else self._wrong or "did not end")
 
 
 def main() -> None:
     """`judge.py PACKAGE...`: run all tests of the tests folder."""
-    court = Court(sys.argv[1:])
-    sys.meta_path.insert(0, court)  # type: ignore[arg-type]
-    case = unittest.TestCase
-    for name, guarded in (
+    test_court = Court(sys.argv[1:])
+    sys.meta_path.insert(0, test_court)  # type: ignore[arg-type]
+    test_case_class = unittest.TestCase
+    for assert_name, guard_method in (
         ("AlmostEqual", _of_data),
         ("NotAlmostEqual", _of_data),
         ("In", _of_members),
         ("NotIn", _of_members),
     ):
-        setattr(case, f"assert{name}", guarded(getattr(case, f"assert{name}")))
-    unittest.TestLoader().discover(_TESTS, "test*.py").run(ReportedResult(court))
-    court.verdict("", True, "end")
+        setattr(test_case_class, f"assert{assert_name}", guard_method(getattr(test_case_class, f"assert{assert_name}")))
+    unittest.TestLoader().discover(_TESTS, "test*.py").run(ReportedResult(test_court))
+    test_court.verdict("", True, "end")
 
 
 if __name__ == "__main__":

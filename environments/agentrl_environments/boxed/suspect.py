@@ -38,22 +38,28 @@ class Suspect:
     def _do(self, verb: str, *rest: Any) -> Any:
         if verb == "import":
             return importlib.import_module(rest[0])
-        target, *arguments = (decode(data, self._resolve) for data in rest)
+        target_object, *arguments = (decode(encoded_value, self._resolve) for encoded_value in rest)
         if verb == "get":
-            return getattr(target, arguments[0])
+            return getattr(target_object, arguments[0])
         if verb == "set":
-            return setattr(target, *arguments)
+            return setattr(target_object, *arguments)
         if verb == "call":
-            return target(*arguments[0], **arguments[1])
+            return target_object(*arguments[0], **arguments[1])
         if verb in ("__enter__", "__exit__"):
-            return getattr(type(target), verb)(target, *arguments)
-        return (_BUILT_IN.get(verb) or getattr(operator, verb))(target, *arguments)
+            return getattr(type(target_object), verb)(target_object, *arguments)
+        return (_BUILT_IN.get(verb) or getattr(operator, verb))(target_object, *arguments)
 
     def _export(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, BaseException):
             if value.__module__ == "builtins":
                 return {"builtin": value.__name__}
-            return {"class": [self._handle(value), value.__name__, [self._export(base) for base in value.__bases__]]}
+            return {
+                "class": [
+                    self._handle(value),
+                    value.__name__,
+                    [self._export(class_base) for class_base in value.__bases__],
+                ]
+            }
         return {"object": self._handle(value)}
 
     def _handle(self, value: Any) -> int:
@@ -75,21 +81,28 @@ class Suspect:
         raise ProtocolError(tag)
 
     def _call_back(self, handle: int, args: Any, kwargs: Any) -> Any:
-        request = [handle, encode(args, self._export), encode(kwargs, self._export)]
-        answer = self.channel.ask(request)
-        if "raise" in answer:
-            raise decode(answer["raise"], self._resolve)
-        return decode(answer["value"], self._resolve)
+        call_request = [handle, encode(args, self._export), encode(kwargs, self._export)]
+        judge_answer = self.channel.ask(call_request)
+        if "raise" in judge_answer:
+            raise decode(judge_answer["raise"], self._resolve)
+        return decode(judge_answer["value"], self._resolve)
 
     def _raised(self, error: BaseException) -> Any:
         """Class, arguments, text and attributes of an exception."""
         try:
-            text = str(error)
+            error_text = str(error)
         except BaseException:
-            text = ""
-        kept = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-        parts = (type(error), error.args, text, kept)
-        return {"handle": self._handle(error), "parts": [encode(part, self._export) for part in parts]}
+            error_text = ""
+        error_attributes = {
+            attribute: attribute_value
+            for attribute, attribute_value in vars(error).items()
+            if not attribute.startswith("_")
+        }
+        error_parts = (type(error), error.args, error_text, error_attributes)
+        return {
+            "handle": self._handle(error),
+            "parts": [encode(error_part, self._export) for error_part in error_parts],
+        }
 
 
 if __name__ == "__main__":

@@ -34,19 +34,21 @@ class Gone(BaseException):
 
 def encode(value: Any, export: Callable[[Any], Any]) -> Any:
     """`value` as JSON; `export` writes values that are not plain."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    value_type = type(value)
+    if value is None or value_type in (bool, int, float, str):
         return value
-    if kind is list:
-        return [encode(item, export) for item in value]
-    if kind in _GROUPS:
-        return {_GROUPS[kind]: [encode(item, export) for item in value]}
-    if kind is dict:
-        return {"d": [[encode(key, export), encode(item, export)] for key, item in value.items()]}
-    if kind is bytes:
+    if value_type is list:
+        return [encode(inner_value, export) for inner_value in value]
+    if value_type in _GROUPS:
+        return {_GROUPS[value_type]: [encode(inner_value, export) for inner_value in value]}
+    if value_type is dict:
+        return {
+            "d": [[encode(inner_key, export), encode(inner_value, export)] for inner_key, inner_value in value.items()]
+        }
+    if value_type is bytes:
         return {"b": value.decode("latin-1")}
-    tag = _NUMBERS.get((kind.__module__, kind.__name__))
-    return {tag: str(value)} if tag else export(value)
+    number_tag = _NUMBERS.get((value_type.__module__, value_type.__name__))
+    return {number_tag: str(value)} if number_tag else export(value)
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
@@ -54,28 +56,31 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is list:
-        return [decode(item, resolve) for item in data]
+        return [decode(encoded_item, resolve) for encoded_item in data]
     if type(data) is not dict or len(data) != 1:
         raise ProtocolError("neither plain nor one tag")
-    ((tag, inside),) = data.items()
+    ((value_tag, tagged_value),) = data.items()
     try:
-        if tag in _MAKERS:
-            return _MAKERS[tag](decode(item, resolve) for item in inside)
-        if tag == "d":
-            return {decode(key, resolve): decode(item, resolve) for key, item in inside}
-        if tag == "b":
-            return inside.encode("latin-1")
-        if tag == "q":
+        if value_tag in _MAKERS:
+            return _MAKERS[value_tag](decode(encoded_item, resolve) for encoded_item in tagged_value)
+        if value_tag == "d":
+            return {
+                decode(encoded_key, resolve): decode(encoded_item, resolve)
+                for encoded_key, encoded_item in tagged_value
+            }
+        if value_tag == "b":
+            return tagged_value.encode("latin-1")
+        if value_tag == "q":
             from fractions import Fraction
 
-            return Fraction(inside)
-        if tag == "m":
+            return Fraction(tagged_value)
+        if value_tag == "m":
             from decimal import Decimal
 
-            return Decimal(inside)
+            return Decimal(tagged_value)
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ProtocolError(f"{tag}: {error}") from error
-    return resolve(tag, inside)
+        raise ProtocolError(f"{value_tag}: {error}") from error
+    return resolve(value_tag, tagged_value)
 
 
 class Channel:
@@ -89,10 +94,10 @@ class Channel:
         """The answer to `request`. Raises Gone, ProtocolError."""
         self.say({"ask": request})
         while True:
-            message = self.hear()
-            if "answer" in message:
-                return message["answer"]
-            self.say({"answer": self._answer(message["ask"])})
+            wire_message = self.hear()
+            if "answer" in wire_message:
+                return wire_message["answer"]
+            self.say({"answer": self._answer(wire_message["ask"])})
 
     def serve(self) -> None:
         """Answer until the other side ends."""
@@ -100,21 +105,21 @@ class Channel:
             self.say({"answer": self._answer(self.hear()["ask"])})
 
     def say(self, message: Any) -> None:
-        data = (self._prefix + json.dumps(message) + "\n").encode()
-        while data:
-            data = data[os.write(self._outgoing, data) :]
+        message_bytes = (self._prefix + json.dumps(message) + "\n").encode()
+        while message_bytes:
+            message_bytes = message_bytes[os.write(self._outgoing, message_bytes) :]
 
     def hear(self) -> Any:
-        line = self._lines.readline(LONGEST_LINE)
-        if not line.endswith(b"\n"):
+        wire_line = self._lines.readline(LONGEST_LINE)
+        if not wire_line.endswith(b"\n"):
             raise Gone("the other side has ended")
         try:
-            message = json.loads(line)
+            wire_message = json.loads(wire_line)
         except (ValueError, RecursionError) as error:
             raise ProtocolError("no JSON") from error
-        if type(message) is not dict or not message.keys() <= {"ask", "answer"} or len(message) != 1:
+        if type(wire_message) is not dict or not wire_message.keys() <= {"ask", "answer"} or len(wire_message) != 1:
             raise ProtocolError("neither a question nor an answer")
-        return message
+        return wire_message
 
 
 def private_pipes() -> tuple[int, int]:

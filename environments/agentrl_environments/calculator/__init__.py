@@ -31,11 +31,11 @@ class Calculator(ToolEnv):
     def make_task(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         if "expression" in options:
             return {"expression": str(options["expression"])}
-        numbers = self.np_random.integers(1, self._largest + 1, size=self._terms)
-        signs = self.np_random.integers(0, 3, size=self._terms)
-        expression = str(numbers[0])
-        for number, sign in zip(numbers[1:], signs, strict=False):
-            expression += f" {'+-*'[sign]} {number}"
+        term_values = self.np_random.integers(1, self._largest + 1, size=self._terms)
+        sign_indices = self.np_random.integers(0, 3, size=self._terms)
+        expression = str(term_values[0])
+        for term_value, sign_index in zip(term_values[1:], sign_indices, strict=False):
+            expression += f" {'+-*'[sign_index]} {term_value}"
         return {"expression": expression}
 
     def prompt(self, task: Mapping[str, Any]) -> str:
@@ -68,12 +68,12 @@ class Calculator(ToolEnv):
         return self._answer == self._expected
 
     def oracles(self) -> list[Oracle]:
-        right = written(self._expected)
+        right_answer = written(self._expected)
         return [
             Oracle(
                 "gold",
                 1.0,
-                script(self.call("calculate", expression=self._question), self.call("submit", answer=right)),
+                script(self.call("calculate", expression=self._question), self.call("submit", answer=right_answer)),
             ),
             Oracle("off by one", 0.0, say(self.call("submit", answer=written(self._expected + 1)))),
             Oracle("no-op", 0.0, say("")),

@@ -38,29 +38,29 @@ def evaluate(text: str) -> Fraction:
         raise ArithmeticRefused(f"the expression has {len(text)} characters, at most {MAX_CHARS} are allowed")
     text = text.strip()
     try:
-        tree = ast.parse(text, mode="eval")
+        syntax_tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ArithmeticRefused("this is not an arithmetic expression") from None
-    return _value(tree.body, text)
+    return _value(syntax_tree.body, text)
 
 
 def written(value: Fraction) -> str:
     """The shortest exact text: `7`, `2.5`, or `1/3` where decimals would not end."""
     if value.denominator == 1:
         return str(value.numerator)
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    if rest != 1 or value.denominator > 10**12:
+    other_factors = value.denominator
+    for prime_factor in (2, 5):
+        while other_factors % prime_factor == 0:
+            other_factors //= prime_factor
+    if other_factors != 1 or value.denominator > 10**12:
         return f"{value.numerator}/{value.denominator}"
-    digits = 0
-    while (value * 10**digits).denominator != 1:
-        digits += 1
-    whole = abs(value.numerator) * 10**digits // value.denominator
-    sign = "-" if value < 0 else ""
-    text = str(whole).rjust(digits + 1, "0")
-    return f"{sign}{text[:-digits]}.{text[-digits:]}"
+    digit_count = 0
+    while (value * 10**digit_count).denominator != 1:
+        digit_count += 1
+    scaled_value = abs(value.numerator) * 10**digit_count // value.denominator
+    sign_text = "-" if value < 0 else ""
+    digit_text = str(scaled_value).rjust(digit_count + 1, "0")
+    return f"{sign_text}{digit_text[:-digit_count]}.{digit_text[-digit_count:]}"
 
 
 def _value(node: ast.expr, text: str) -> Fraction:
@@ -88,10 +88,10 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 def _literal(text: str) -> Fraction:
     """A decimal literal as it is written: through a float its last digits would be lost."""
-    match = re.fullmatch(r"[\d_]*\.?[\d_]*(?:[eE]([+-]?\d{1,9}))?", text)
-    if match is None:
+    literal_match = re.fullmatch(r"[\d_]*\.?[\d_]*(?:[eE]([+-]?\d{1,9}))?", text)
+    if literal_match is None:
         raise ArithmeticRefused(f"{text[:20]} is not a decimal number")
-    if abs(int(match[1] or 0)) > MAX_DIGITS:
+    if abs(int(literal_match[1] or 0)) > MAX_DIGITS:
         _too_large()
     return _bounded(Fraction(text.replace("_", "")))
 
@@ -99,8 +99,8 @@ def _literal(text: str) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ArithmeticRefused("the exponent must be a whole number")
-    size = max(len(str(abs(base.numerator))), len(str(base.denominator)))
-    if abs(exponent.numerator) * size > MAX_DIGITS:
+    base_digits = max(len(str(abs(base.numerator))), len(str(base.denominator)))
+    if abs(exponent.numerator) * base_digits > MAX_DIGITS:
         _too_large()
     if base == 0 and exponent < 0:
         raise ArithmeticRefused("division by zero")

@@ -35,43 +35,57 @@ def demonstrate(task: RepairTask, rng: random.Random, *, skill: float, turns: in
     """Play one episode of at most `turns` turns. Each attempt is the right edit with probability `skill`, else any
     other mutation of the function that fails, all nodes alike and untried; an earlier edit of another line is undone
     in the same message. Once the visible tests pass it submits."""
-    calls = [check.call for check in task.visible]
+    visible_calls = [check.call for check in task.visible]
     right_edit = (task.fix_line, task.fix_text)
-    broken = _function_lines(task.source, task.fix_line)
-    rivals = [m for m in mutations(task.source) if m.line in broken and (m.line, m.text) != right_edit]
-    original = task.source.split("\n")
-    solved = False
-    standing = 0  # line that an earlier attempt left changed
-    played: list[tuple[str, tuple[Message, ...]]] = []
+    broken_lines = _function_lines(task.source, task.fix_line)
+    rival_edits = [
+        rival
+        for rival in mutations(task.source)
+        if rival.line in broken_lines and (rival.line, rival.text) != right_edit
+    ]
+    original_lines = task.source.split("\n")
+    is_solved = False
+    standing_line = 0  # line that an earlier attempt left changed
+    played_turns: list[tuple[str, tuple[Message, ...]]] = []
     was_right: list[bool] = []
     for _ in range(turns):
-        if solved:
-            played.append((call("submit"), ()))
+        if is_solved:
+            played_turns.append((call("submit"), ()))
             break
-        right = rng.random() < skill or not rivals
-        if right:
-            line, text = right_edit
+        is_right = rng.random() < skill or not rival_edits
+        if is_right:
+            edit_line, edit_text = right_edit
         else:
-            site = rng.choice(sorted({m.site for m in rivals}))
-            wrong = rng.choice([m for m in rivals if m.site == site])
-            rivals.remove(wrong)
-            line, text = wrong.line, wrong.text
-        was_right.append(right)
-        undo = [] if standing in (0, line) else [call("replace_line", line=standing, text=original[standing - 1])]
-        says = "".join([*undo, call("replace_line", line=line, text=text), call("run_tests")])
-        source = "\n".join([*original[: line - 1], text, *original[line:]])
-        values = evaluate(source, calls)
-        answers = [*[texts.REPLACED] * (len(undo) + 1), texts.report(task.visible, values)]
-        played.append((says, tuple({"role": "tool", "content": answer} for answer in answers)))
-        standing = line
-        solved = texts.passed(task.visible, values) == len(calls)
-    values = evaluate(task.source, calls)
-    return Demonstration(texts.opening(task.source, task.visible, values), tuple(played), tuple(was_right))
+            rival_site = rng.choice(sorted({rival.site for rival in rival_edits}))
+            wrong_edit = rng.choice([rival for rival in rival_edits if rival.site == rival_site])
+            rival_edits.remove(wrong_edit)
+            edit_line, edit_text = wrong_edit.line, wrong_edit.text
+        was_right.append(is_right)
+        undo_calls = (
+            []
+            if standing_line in (0, edit_line)
+            else [call("replace_line", line=standing_line, text=original_lines[standing_line - 1])]
+        )
+        turn_text = "".join([*undo_calls, call("replace_line", line=edit_line, text=edit_text), call("run_tests")])
+        edited_source = "\n".join([*original_lines[: edit_line - 1], edit_text, *original_lines[edit_line:]])
+        call_values = evaluate(edited_source, visible_calls)
+        tool_answers = [*[texts.REPLACED] * (len(undo_calls) + 1), texts.report(task.visible, call_values)]
+        played_turns.append(
+            (turn_text, tuple({"role": "tool", "content": tool_answer} for tool_answer in tool_answers))
+        )
+        standing_line = edit_line
+        is_solved = texts.passed(task.visible, call_values) == len(visible_calls)
+    call_values = evaluate(task.source, visible_calls)
+    return Demonstration(texts.opening(task.source, task.visible, call_values), tuple(played_turns), tuple(was_right))
 
 
 def _function_lines(source: str, line: int) -> range:
     """The lines of the function that `line` belongs to."""
-    lines = source.split("\n")
-    starts = [at for at, text in enumerate(lines, start=1) if text.startswith("def ")]
-    end = min((at for at in starts if at > line), default=len(lines) + 1)
-    return range(max(at for at in starts if at <= line), end)
+    source_lines = source.split("\n")
+    function_starts = [
+        line_number for line_number, line_text in enumerate(source_lines, start=1) if line_text.startswith("def ")
+    ]
+    function_end = min(
+        (line_number for line_number in function_starts if line_number > line), default=len(source_lines) + 1
+    )
+    return range(max(line_number for line_number in function_starts if line_number <= line), function_end)

@@ -69,34 +69,36 @@ class CodeRepair(ToolEnv):
         self._ready, self._remember, self._warm = ready, remember, warm
         self._boxes: SharedBackend | None = None
         self._document = TextLines("")
-        own = [ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)]
-        super().__init__(tools=[*own, *tools], **settings)
+        own_tools = [ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)]
+        super().__init__(tools=[*own_tools, *tools], **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": self.task_seed()}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)
-        boxes = shared(self._sandbox, ready=self._ready)
-        self._runner = _runner_in(boxes, self._image, self._remember, self._warm)
-        await boxes.enter()
-        self._boxes = boxes
+        shared_boxes = shared(self._sandbox, ready=self._ready)
+        self._runner = _runner_in(shared_boxes, self._image, self._remember, self._warm)
+        await shared_boxes.enter()
+        self._boxes = shared_boxes
         self._document.load(self._repair.source)
 
     async def teardown(self) -> None:
-        boxes, self._boxes = self._boxes, None
-        if boxes is not None:
-            await boxes.leave()
+        open_boxes, self._boxes = self._boxes, None
+        if open_boxes is not None:
+            await open_boxes.leave()
 
     async def prompt(self, task: Mapping[str, Json]) -> Messages:
-        values = await self._visible()
-        self._share = self._passing(values)
+        call_values = await self._visible()
+        self._share = self._passing(call_values)
         self.note(templates=list(self._repair.templates))
-        return texts.opening(self._repair.source, self._repair.visible, values)
+        return texts.opening(self._repair.source, self._repair.visible, call_values)
 
     async def _visible(self) -> Values:
         """Run the visible tests on the module as it stands."""
-        return await self._runner.run(self._document.text, [check.call for check in self._repair.visible])
+        return await self._runner.run(
+            self._document.text, [visible_check.call for visible_check in self._repair.visible]
+        )
 
     def _passing(self, values: Values) -> float:
         return texts.passed(self._repair.visible, values) / len(self._repair.visible)
@@ -106,9 +108,9 @@ class CodeRepair(ToolEnv):
 
     async def after_turn(self, results: Sequence[CallResult]) -> float:
         """The change in the share of visible tests that pass, whether or not the turn ran them."""
-        before = self._share
+        share_before = self._share
         self._share = self._passing(await self._visible())
-        return self._share - before
+        return self._share - share_before
 
     async def artifacts(self) -> Mapping[str, bytes]:
         """The module as it stands, for tests elsewhere."""
@@ -116,30 +118,32 @@ class CodeRepair(ToolEnv):
 
     async def grade(self) -> Grade:
         """All hidden tests pass, in a box that the policy's code has not seen."""
-        hidden = self._repair.hidden
-        values = await self._runner.run(self._document.text, [check.call for check in hidden], fresh=True)
-        success = texts.passed(hidden, values) == len(hidden)
-        return Grade(outcome=float(success), success=success, info={"visible": self._share})
+        hidden_checks = self._repair.hidden
+        call_values = await self._runner.run(
+            self._document.text, [hidden_check.call for hidden_check in hidden_checks], fresh=True
+        )
+        is_success = texts.passed(hidden_checks, call_values) == len(hidden_checks)
+        return Grade(outcome=float(is_success), success=is_success, info={"visible": self._share})
 
     def oracles(self) -> list[Oracle]:
-        repair, submit, run_tests = self._repair, self.call("submit"), self.call("run_tests")
+        repair_task, submit_call, run_tests = self._repair, self.call("submit"), self.call("run_tests")
 
         def replaced(line: int, text: str) -> str:
             return self.call("replace_line", line=line, text=text)
 
-        repaired = replaced(repair.fix_line, repair.fix_text)
-        forged = f"import os; os._exit(0)\n{repair.source.split(chr(10))[0]}"
-        oracles = [
-            Oracle("gold", 1.0, script(repaired + submit)),
-            Oracle("no-op", 0.0, script(submit)),
-            Oracle("empty the module", 0.0, script(replaced(1, "raise SystemExit(0)") + submit), cheats=True),
-            Oracle("end the test run", 0.0, script(replaced(1, forged) + submit), cheats=True),
+        repair_call = replaced(repair_task.fix_line, repair_task.fix_text)
+        forged_line = f"import os; os._exit(0)\n{repair_task.source.split(chr(10))[0]}"
+        all_oracles = [
+            Oracle("gold", 1.0, script(repair_call + submit_call)),
+            Oracle("no-op", 0.0, script(submit_call)),
+            Oracle("empty the module", 0.0, script(replaced(1, "raise SystemExit(0)") + submit_call), cheats=True),
+            Oracle("end the test run", 0.0, script(replaced(1, forged_line) + submit_call), cheats=True),
         ]
-        if (wrong := wrong_text(repair)) is not None:
-            tried = replaced(repair.fix_line, wrong)
-            oracles.append(Oracle("second try", 1.0, script(tried + run_tests, repaired + submit)))
-            oracles.append(Oracle("wrong repair", 0.0, script(tried + submit)))
-        return oracles
+        if (wrong_line := wrong_text(repair_task)) is not None:
+            wrong_call = replaced(repair_task.fix_line, wrong_line)
+            all_oracles.append(Oracle("second try", 1.0, script(wrong_call + run_tests, repair_call + submit_call)))
+            all_oracles.append(Oracle("wrong repair", 0.0, script(wrong_call + submit_call)))
+        return all_oracles
 
 
 @once_a_loop

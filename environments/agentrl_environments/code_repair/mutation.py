@@ -47,18 +47,24 @@ def _unparse(tree: ast.Module) -> str:
 @lru_cache(maxsize=4096)
 def mutations(source: str) -> tuple[Mutation, ...]:
     """Every single-node mutation of `source` (as `normal` writes it), in the order of the nodes."""
-    tree = ast.parse(source)
-    before = source.split("\n")
+    syntax_tree = ast.parse(source)
+    lines_before = source.split("\n")
     accepted: list[Mutation] = []
-    for site, (kind, put, old, alternatives) in enumerate(_sites(tree)):
-        for new in alternatives:
-            put(new)
-            mutated = _unparse(tree)
-            after = mutated.split("\n")
-            changed = [at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-            if len(changed) == 1:
-                accepted.append(Mutation(site, kind, changed[0] + 1, after[changed[0]], mutated))
-        put(old)
+    for site_index, (site_kind, put_value, old_value, alternatives) in enumerate(_sites(syntax_tree)):
+        for new_value in alternatives:
+            put_value(new_value)
+            mutated_source = _unparse(syntax_tree)
+            lines_after = mutated_source.split("\n")
+            changed_lines = [
+                line_index
+                for line_index, (line_before, line_after) in enumerate(zip(lines_before, lines_after, strict=True))
+                if line_before != line_after
+            ]
+            if len(changed_lines) == 1:
+                accepted.append(
+                    Mutation(site_index, site_kind, changed_lines[0] + 1, lines_after[changed_lines[0]], mutated_source)
+                )
+        put_value(old_value)
     return tuple(accepted)
 
 
@@ -67,18 +73,18 @@ def _sites(tree: ast.Module) -> Iterator[tuple[Site, Callable[[Any], None], Any,
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=int() as value) if not isinstance(value, bool):
-                yield "number", _setter(node, "value"), value, [n for n in range(10) if n != value]
+                yield "number", _setter(node, "value"), value, [digit for digit in range(10) if digit != value]
             case ast.Constant(value=str() as value):
                 yield "word", _setter(node, "value"), value, [word for word in WORDS if word != value]
             case ast.BinOp(op=op) | ast.AugAssign(op=op) if isinstance(op, _ARITHMETIC):
                 yield "arithmetic", _setter(node, "op"), op, [kind() for kind in _ARITHMETIC if type(op) is not kind]
             case ast.Compare(ops=[op]):
-                group = _ORDER if isinstance(op, _ORDER) else _EQUALITY
-                yield "comparison", _first(node.ops), op, [kind() for kind in group if type(op) is not kind]
+                comparisons = _ORDER if isinstance(op, _ORDER) else _EQUALITY
+                yield "comparison", _first(node.ops), op, [kind() for kind in comparisons if type(op) is not kind]
             case ast.Call(func=ast.Name(id=name) as function) if name in _REDUCTIONS:
                 # with two arguments only max and min make sense
-                names = _REDUCTIONS if len(node.args) == 1 else _REDUCTIONS[:2]
-                yield "call", _setter(function, "id"), name, [other for other in names if other != name]
+                functions = _REDUCTIONS if len(node.args) == 1 else _REDUCTIONS[:2]
+                yield "call", _setter(function, "id"), name, [other for other in functions if other != name]
             case _:
                 pass
 

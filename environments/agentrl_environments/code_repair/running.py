@@ -88,48 +88,54 @@ class Runner:
     async def run(self, source: str, calls: Sequence[str], *, fresh: bool = False) -> Values:
         """Execute `source` and evaluate each of `calls` (one line each) after it; `fresh` insists on a box and an
         interpreter of its own."""
-        key = blake2b("\0".join([str(fresh), *calls, source]).encode("utf-8", "surrogatepass")).digest()
+        run_key = blake2b("\0".join([str(fresh), *calls, source]).encode("utf-8", "surrogatepass")).digest()
         nonce = secrets.token_hex(8)
         payload = "\n".join([nonce, str(len(calls)), *calls, source]).encode("utf-8", "backslashreplace")
 
         async def find() -> tuple[Values, bool]:
             async with granted(self._slots, "a slot to run tests in"):
-                answer = await self._warm.run(payload) if self._warm and not fresh else None
-                self.counts["box" if answer is None else "warm"] += 1
-                if answer is not None:
-                    return parse(answer.decode("utf-8", "replace"), nonce, len(calls)), True
+                warm_output = await self._warm.run(payload) if self._warm and not fresh else None
+                self.counts["box" if warm_output is None else "warm"] += 1
+                if warm_output is not None:
+                    return parse(warm_output.decode("utf-8", "replace"), nonce, len(calls)), True
                 return await self._run_in_box(payload, nonce, len(calls))
 
-        return await self._results.get(key, find)
+        return await self._results.get(run_key, find)
 
     async def _run_in_box(self, payload: bytes, nonce: str, n: int) -> tuple[Values, bool]:
         """The values of `n` calls, and whether another run would give the same."""
-        box = await self._backend.create(self._spec)
+        fresh_box = await self._backend.create(self._spec)
         try:
-            command = ["python3", "-I", "-S", "-c", _BEFORE + _AFTER]
-            result = await box.exec(command, stdin=payload, timeout_s=DEADLINE_S)
+            python_command = ["python3", "-I", "-S", "-c", _BEFORE + _AFTER]
+            exec_result = await fresh_box.exec(python_command, stdin=payload, timeout_s=DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
-                await box.close()
-        late = own_time_out(result)
-        if late and not result.stdout.startswith(f"{nonce} begun".encode()):
+                await fresh_box.close()
+        is_late = own_time_out(exec_result)
+        if is_late and not exec_result.stdout.startswith(f"{nonce} begun".encode()):
             raise HostBusy(f"a box did not begin to run tests within {DEADLINE_S:g} s: give the host fewer at once")
-        if late:
+        if is_late:
             return "Timeout", False
-        if result.oom:
+        if exec_result.oom:
             return "MemoryError", False
-        if result.exit_code > _SIGNALLED:  # ended by a signal: the bound on CPU time, most likely
+        if exec_result.exit_code > _SIGNALLED:  # ended by a signal: the bound on CPU time, most likely
             return "Timeout", False
-        return parse(result.stdout.decode("utf-8", "replace"), nonce, n), not result.truncated
+        return parse(exec_result.stdout.decode("utf-8", "replace"), nonce, n), not exec_result.truncated
 
 
 def parse(output: str, nonce: str, n: int) -> Values:
     """Read the runner's output: `n` values or a reason; any other output means that the module ended the run."""
-    lines = [line.removeprefix(f"{nonce} ") for line in output.split("\n") if line.startswith(f"{nonce} ")]
-    lines = [line for line in lines if line != "begun"]
-    if len(lines) == 2 and lines[0].startswith("! ") and lines[1] == ".":
-        return lines[0].removeprefix("! ")
-    values = tuple(line.removeprefix("= ") for line in lines[:-1] if line.startswith("= "))
-    if len(lines) == n + 1 and len(values) == n and lines[-1] == ".":
-        return values
+    runner_lines = [
+        runner_line.removeprefix(f"{nonce} ")
+        for runner_line in output.split("\n")
+        if runner_line.startswith(f"{nonce} ")
+    ]
+    runner_lines = [runner_line for runner_line in runner_lines if runner_line != "begun"]
+    if len(runner_lines) == 2 and runner_lines[0].startswith("! ") and runner_lines[1] == ".":
+        return runner_lines[0].removeprefix("! ")
+    call_values = tuple(
+        runner_line.removeprefix("= ") for runner_line in runner_lines[:-1] if runner_line.startswith("= ")
+    )
+    if len(runner_lines) == n + 1 and len(call_values) == n and runner_lines[-1] == ".":
+        return call_values
     return "the module ended the test run"

@@ -67,9 +67,9 @@ class _Header:
         """Decided by a hash of the content, so that no function is in two splits, whatever its constants are."""
         if self.template in UNSEEN:
             return "held_out_templates"
-        text = f"{self.template.name}:def {self.name}({self.argument})"
-        share = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-        return "held_out" if share < _HELD_OUT_SHARE else "train"
+        header_text = f"{self.template.name}:def {self.name}({self.argument})"
+        hash_share = int.from_bytes(blake2b(header_text.encode(), digest_size=8).digest(), "big") / 2**64
+        return "held_out" if hash_share < _HELD_OUT_SHARE else "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +87,37 @@ def make_task(seed: int, split: Split, *, level: Level = "easy", shuffle_tests: 
 
     With `shuffle_tests` the visible tests belong to another task with the same headers: they still call these
     functions but say nothing of this bug. That measures how far a policy reads them."""
-    rng = random.Random(f"code-repair/{split}/{level}/{seed}")
+    generator = random.Random(f"code-repair/{split}/{level}/{seed}")
     templates, functions = LEVELS[level]
-    headers = _headers(rng, split, UNSEEN if split == "held_out_templates" else templates, functions)
-    broken = rng.randrange(functions)
-    drawn = [_function(rng, header, bug=at == broken) for at, header in enumerate(headers)]
-    source = "\n".join(function.buggy.source if function.buggy else function.source for function in drawn)
-    repaired = "\n".join(function.source for function in drawn)
-    mutation = drawn[broken].buggy
+    task_headers = _headers(generator, split, UNSEEN if split == "held_out_templates" else templates, functions)
+    broken_index = generator.randrange(functions)
+    drawn_functions = [
+        _function(generator, task_header, bug=function_index == broken_index)
+        for function_index, task_header in enumerate(task_headers)
+    ]
+    broken_source = "\n".join(
+        function.buggy.source if function.buggy else function.source for function in drawn_functions
+    )
+    repaired_source = "\n".join(function.source for function in drawn_functions)
+    mutation = drawn_functions[broken_index].buggy
     assert mutation is not None
-    fix_line = sum(function.source.count("\n") + 1 for function in drawn[:broken]) + mutation.line
-    shown = drawn
+    fix_line = sum(function.source.count("\n") + 1 for function in drawn_functions[:broken_index]) + mutation.line
+    shown_functions = drawn_functions
     if shuffle_tests:
-        shown = [_other(rng, headers[at], right, bug=at == broken) for at, right in enumerate(drawn)]
+        shown_functions = [
+            _other(generator, task_headers[function_index], right_function, bug=function_index == broken_index)
+            for function_index, right_function in enumerate(drawn_functions)
+        ]
     return RepairTask(
         seed=seed,
         split=split,
-        templates=tuple(header.template.name for header in headers),
-        source=source,
-        repaired=repaired,
+        templates=tuple(task_header.template.name for task_header in task_headers),
+        source=broken_source,
+        repaired=repaired_source,
         fix_line=fix_line,
-        fix_text=repaired.split("\n")[fix_line - 1],
-        visible=tuple(check for function in shown for check in function.visible),
-        hidden=tuple(check for function in drawn for check in function.hidden),
+        fix_text=repaired_source.split("\n")[fix_line - 1],
+        visible=tuple(call_check for function in shown_functions for call_check in function.visible),
+        hidden=tuple(call_check for function in drawn_functions for call_check in function.hidden),
         shuffled=shuffle_tests,
     )
 
@@ -117,47 +125,54 @@ def make_task(seed: int, split: Split, *, level: Level = "easy", shuffle_tests: 
 def wrong_text(task: RepairTask) -> str | None:
     """A repair of the line by mistake: another edit of one node, with which a hidden test fails. Always the same one
     of a task; None if there is none."""
-    calls = [check.call for check in task.hidden]
-    right = tuple(check.expected for check in task.hidden)
-    edits = [m for m in mutations(task.source) if m.line == task.fix_line and evaluate(m.source, calls) != right]
-    if not edits:
+    hidden_calls = [hidden_check.call for hidden_check in task.hidden]
+    right_values = tuple(hidden_check.expected for hidden_check in task.hidden)
+    wrong_edits = [
+        mutation
+        for mutation in mutations(task.source)
+        if mutation.line == task.fix_line and evaluate(mutation.source, hidden_calls) != right_values
+    ]
+    if not wrong_edits:
         return None
-    return random.Random(f"wrong/{task.split}/{task.seed}").choice(edits).text
+    return random.Random(f"wrong/{task.split}/{task.seed}").choice(wrong_edits).text
 
 
 def _headers(rng: random.Random, split: Split, templates: Sequence[Template], n: int) -> list[_Header]:
     """`n` headers of one split with different templates and names."""
-    headers: list[_Header] = []
-    while len(headers) < n:
+    drawn_headers: list[_Header] = []
+    while len(drawn_headers) < n:
         template = rng.choice(templates)
-        header = _Header(template, rng.choice(FUNCTION_NAMES), rng.choice(ARGUMENT_NAMES[template.signature]))
-        taken = any(header.template is other.template or header.name == other.name for other in headers)
-        if header.split == split and not taken:
-            headers.append(header)
-    return headers
+        new_header = _Header(template, rng.choice(FUNCTION_NAMES), rng.choice(ARGUMENT_NAMES[template.signature]))
+        is_taken = any(
+            new_header.template is earlier_header.template or new_header.name == earlier_header.name
+            for earlier_header in drawn_headers
+        )
+        if new_header.split == split and not is_taken:
+            drawn_headers.append(new_header)
+    return drawn_headers
 
 
 def _other(rng: random.Random, header: _Header, function: _Function, *, bug: bool) -> _Function:
     """Another function under the same header."""
     while True:
-        other = _function(rng, header, bug=bug)
-        if other.source != function.source:
-            return other
+        other_function = _function(rng, header, bug=bug)
+        if other_function.source != function.source:
+            return other_function
 
 
 def _function(rng: random.Random, header: _Header, *, bug: bool) -> _Function:
     """Draw until the tests that fit into the prompt pin the bug down."""
     while True:
-        draft = header.template.draft(rng, header.argument)
-        body = draft.body.replace("\n", "\n    ")
-        source = normal(f"def {header.name}({header.argument}):\n    {body}")
-        inputs = list(dict.fromkeys(draft.inputs))
-        calls = [f"{header.name}({arguments})" for arguments in inputs]
+        function_draft = header.template.draft(rng, header.argument)
+        indented_body = function_draft.body.replace("\n", "\n    ")
+        function_source = normal(f"def {header.name}({header.argument}):\n    {indented_body}")
+        call_inputs = list(dict.fromkeys(function_draft.inputs))
+        function_calls = [f"{header.name}({arguments})" for arguments in call_inputs]
         if not bug:
-            checks = _checks(calls, evaluate(source, calls))
-            n = _VISIBLE_OF_OTHERS
-            return _Function(source, None, checks[:n], checks[: n + _HIDDEN])
-        function = _with_bug(rng, source, draft.bugs, calls)
+            call_checks = _checks(function_calls, evaluate(function_source, function_calls))
+            visible_count = _VISIBLE_OF_OTHERS
+            return _Function(function_source, None, call_checks[:visible_count], call_checks[: visible_count + _HIDDEN])
+        function = _with_bug(rng, function_source, function_draft.bugs, function_calls)
         if function is not None:
             return function
 
@@ -165,35 +180,45 @@ def _function(rng: random.Random, header: _Header, *, bug: bool) -> _Function:
 def _with_bug(rng: random.Random, source: str, kinds: Sequence[str], calls: list[str]) -> _Function | None:
     """Put one bug into `source` and choose the visible tests that, together, only the repaired function passes;
     None where `calls` cannot tell."""
-    sites = sorted({m.site for m in mutations(source) if m.kind in kinds})
-    site = rng.choice(sites)
-    bug = rng.choice([m for m in mutations(source) if m.site == site])
-    right = evaluate(source, calls)
-    rivals = {evaluate(m.source, calls) for m in mutations(bug.source)} | {evaluate(bug.source, calls)}
-    rivals.discard(right)
-    if evaluate(bug.source, calls) == right:
+    bug_sites = sorted({mutation.site for mutation in mutations(source) if mutation.kind in kinds})
+    bug_site = rng.choice(bug_sites)
+    drawn_bug = rng.choice([mutation for mutation in mutations(source) if mutation.site == bug_site])
+    right_values = evaluate(source, calls)
+    rival_values = {evaluate(mutation.source, calls) for mutation in mutations(drawn_bug.source)} | {
+        evaluate(drawn_bug.source, calls)
+    }
+    rival_values.discard(right_values)
+    if evaluate(drawn_bug.source, calls) == right_values:
         return None
-    visible: list[int] = []
-    while rivals:
-        if len(visible) == _VISIBLE_OF_BUGGY:
+    visible_calls: list[int] = []
+    while rival_values:
+        if len(visible_calls) == _VISIBLE_OF_BUGGY:
             return None
-        rejected = [sum(rival[at] != right[at] for rival in rivals) for at in range(len(calls))]
-        best = max(range(len(calls)), key=lambda at: (at not in visible, rejected[at]))
-        if not rejected[best]:
+        rejection_counts = [
+            sum(one_rival[call_index] != right_values[call_index] for one_rival in rival_values)
+            for call_index in range(len(calls))
+        ]
+        best_call = max(range(len(calls)), key=lambda at: (at not in visible_calls, rejection_counts[at]))
+        if not rejection_counts[best_call]:
             return None
-        visible.append(best)
-        rivals = {rival for rival in rivals if rival[best] == right[best]}
-    spare = [at for at in range(len(calls)) if at not in visible]
-    while len(visible) < _VISIBLE_OF_BUGGY and len(spare) > 1:
-        visible.append(spare.pop())
-    checks = _checks(calls, right)
+        visible_calls.append(best_call)
+        rival_values = {one_rival for one_rival in rival_values if one_rival[best_call] == right_values[best_call]}
+    spare_calls = [call_index for call_index in range(len(calls)) if call_index not in visible_calls]
+    while len(visible_calls) < _VISIBLE_OF_BUGGY and len(spare_calls) > 1:
+        visible_calls.append(spare_calls.pop())
+    call_checks = _checks(calls, right_values)
     # the visible calls are among the hidden tests: the others alone might not tell the bug from the repair
-    hidden = [*spare[:_HIDDEN], *visible]
-    return _Function(source, bug, tuple(checks[at] for at in sorted(visible)), tuple(checks[at] for at in hidden))
+    hidden_calls = [*spare_calls[:_HIDDEN], *visible_calls]
+    return _Function(
+        source,
+        drawn_bug,
+        tuple(call_checks[call_index] for call_index in sorted(visible_calls)),
+        tuple(call_checks[call_index] for call_index in hidden_calls),
+    )
 
 
 def _checks(calls: Sequence[str], values: Sequence[str]) -> tuple[Check, ...]:
-    return tuple(Check(call, value) for call, value in zip(calls, values, strict=True))
+    return tuple(Check(test_call, call_value) for test_call, call_value in zip(calls, values, strict=True))
 
 
 @lru_cache(maxsize=4096)
@@ -206,10 +231,10 @@ def _load(source: str) -> dict[str, object]:
 def evaluate(source: str, calls: Sequence[str]) -> tuple[str, ...]:
     """Each call's value as `repr`, or the name of its exception. Not for code of a model."""
     namespace = _load(source)
-    values: list[str] = []
-    for call in calls:
+    call_values: list[str] = []
+    for test_call in calls:
         try:
-            values.append(repr(eval(call, namespace)))
+            call_values.append(repr(eval(test_call, namespace)))
         except Exception as error:
-            values.append(type(error).__name__)
-    return tuple(values)
+            call_values.append(type(error).__name__)
+    return tuple(call_values)

@@ -64,9 +64,9 @@ def _numbers(rng: random.Random, population: Sequence[int], n: int) -> tuple[str
 
 def _around(rng: random.Random, threshold: int) -> tuple[str, ...]:
     """The neighbours of a threshold, and two numbers further off."""
-    near = [threshold, threshold - 1, threshold + 1]
-    far = rng.sample([x for x in range(10) if x not in near], 3)
-    return tuple(str(x) for x in [*near, *far] if x >= 0)
+    near_numbers = [threshold, threshold - 1, threshold + 1]
+    far_numbers = rng.sample([x for x in range(10) if x not in near_numbers], 3)
+    return tuple(str(x) for x in [*near_numbers, *far_numbers] if x >= 0)
 
 
 def _lists(rng: random.Random, n: int, length: int) -> tuple[str, ...]:
@@ -90,10 +90,18 @@ def times_constant(rng: random.Random, x: str) -> Draft:
 
 @_template("pair")
 def arithmetic(rng: random.Random, pair: str) -> Draft:
-    a, b = pair.split(", ")
+    first_name, second_name = pair.split(", ")
     operator = rng.choice("+-*")
-    pairs = [(rng.randint(4, 9), rng.randint(1, 4)) for _ in range(6)]
-    return Draft(f"return {a} {operator} {b}", ("arithmetic",), tuple(f"{p}, {q}" for p, q in pairs if p > q))
+    number_pairs = [(rng.randint(4, 9), rng.randint(1, 4)) for _ in range(6)]
+    return Draft(
+        f"return {first_name} {operator} {second_name}",
+        ("arithmetic",),
+        tuple(
+            f"{first_number}, {second_number}"
+            for first_number, second_number in number_pairs
+            if first_number > second_number
+        ),
+    )
 
 
 @_template("list")
@@ -113,8 +121,8 @@ def head(rng: random.Random, xs: str) -> Draft:
 
 @_template("number")
 def at_most(rng: random.Random, x: str) -> Draft:
-    limit = rng.randint(1, 8)
-    return Draft(f"return min({x}, {limit})", ("number", "call"), _numbers(rng, range(10), 6))
+    upper_limit = rng.randint(1, 8)
+    return Draft(f"return min({x}, {upper_limit})", ("number", "call"), _numbers(rng, range(10), 6))
 
 
 @_template("number")
@@ -126,41 +134,47 @@ def compare(rng: random.Random, x: str) -> Draft:
 
 @_template("number")
 def branch(rng: random.Random, x: str) -> Draft:
-    threshold, (yes, no) = rng.randint(2, 8), rng.sample(WORDS, 2)
+    threshold, (yes_word, no_word) = rng.randint(2, 8), rng.sample(WORDS, 2)
     operator = rng.choice(("<", "<=", ">", ">="))
-    body = f"if {x} {operator} {threshold}:\n    return {yes!r}\nreturn {no!r}"
-    return Draft(body, ("word",), _around(rng, threshold))
+    function_body = f"if {x} {operator} {threshold}:\n    return {yes_word!r}\nreturn {no_word!r}"
+    return Draft(function_body, ("word",), _around(rng, threshold))
 
 
 @_template("word")
 def look_up(rng: random.Random, key: str) -> Draft:
-    words = rng.sample(WORDS, 2)
-    table = ", ".join(f"{word!r}: {rng.randint(1, 9)}" for word in words)
-    return Draft(f"return {{{table}}}[{key}]", ("number",), tuple(repr(word) for word in words))
+    key_words = rng.sample(WORDS, 2)
+    table_items = ", ".join(f"{key_word!r}: {rng.randint(1, 9)}" for key_word in key_words)
+    return Draft(f"return {{{table_items}}}[{key}]", ("number",), tuple(repr(key_word) for key_word in key_words))
 
 
 @_template("list")
 def accumulate(rng: random.Random, xs: str) -> Draft:
     total, each = rng.choice((("t", "i"), ("r", "c"), ("acc", "e")))
-    body = f"{total} = {rng.randint(0, 9)}\nfor {each} in {xs}:\n    {total} += {each}\nreturn {total}"
-    return Draft(body, ("number",), ("[]", *_lists(rng, 3, 1), *_lists(rng, 2, 2)))
+    function_body = f"{total} = {rng.randint(0, 9)}\nfor {each} in {xs}:\n    {total} += {each}\nreturn {total}"
+    return Draft(function_body, ("number",), ("[]", *_lists(rng, 3, 1), *_lists(rng, 2, 2)))
 
 
 @_template("word")
 def put_before(rng: random.Random, s: str) -> Draft:
-    return Draft(f"return [{rng.choice(WORDS)!r}, {s}]", ("word",), tuple(repr(w) for w in rng.sample(WORDS, 5)))
+    return Draft(
+        f"return [{rng.choice(WORDS)!r}, {s}]", ("word",), tuple(repr(list_word) for list_word in rng.sample(WORDS, 5))
+    )
 
 
 @_template("number")
 def equals(rng: random.Random, x: str) -> Draft:
-    value = rng.randint(1, 9)
-    return Draft(f"return {x} == {value}", ("number",), tuple(str(n) for n in range(1, 10)))
+    equal_number = rng.randint(1, 9)
+    return Draft(f"return {x} == {equal_number}", ("number",), tuple(str(call_number) for call_number in range(1, 10)))
 
 
 @_template("pair")
 def larger(rng: random.Random, pair: str) -> Draft:
-    a, b = pair.split(", ")
-    return Draft(f"return {a} if {a} {rng.choice('<>')} {b} else {b}", ("comparison",), _pairs(rng, 6))
+    first_name, second_name = pair.split(", ")
+    return Draft(
+        f"return {first_name} if {first_name} {rng.choice('<>')} {second_name} else {second_name}",
+        ("comparison",),
+        _pairs(rng, 6),
+    )
 
 
 @_template("number", UNSEEN)
@@ -170,20 +184,22 @@ def at_least(rng: random.Random, x: str) -> Draft:
 
 @_template("word", UNSEEN)
 def put_after(rng: random.Random, s: str) -> Draft:
-    return Draft(f"return [{s}, {rng.choice(WORDS)!r}]", ("word",), tuple(repr(w) for w in rng.sample(WORDS, 5)))
+    return Draft(
+        f"return [{s}, {rng.choice(WORDS)!r}]", ("word",), tuple(repr(list_word) for list_word in rng.sample(WORDS, 5))
+    )
 
 
 @_template("number", UNSEEN)
 def match_number(rng: random.Random, x: str) -> Draft:
-    value, (yes, no) = rng.randint(1, 9), rng.sample(WORDS, 2)
-    body = f"if {x} == {value}:\n    return {yes!r}\nreturn {no!r}"
-    return Draft(body, ("word",), _around(rng, value))
+    matched_number, (yes_word, no_word) = rng.randint(1, 9), rng.sample(WORDS, 2)
+    function_body = f"if {x} == {matched_number}:\n    return {yes_word!r}\nreturn {no_word!r}"
+    return Draft(function_body, ("word",), _around(rng, matched_number))
 
 
 @_template("list", UNSEEN)
 def named_head(rng: random.Random, xs: str) -> Draft:
-    name = rng.choice(("t", "r", "acc"))
-    return Draft(f"{name} = {xs}[:{rng.randint(1, 3)}]\nreturn {name}", ("number",), _lists(rng, 5, 4))
+    head_name = rng.choice(("t", "r", "acc"))
+    return Draft(f"{head_name} = {xs}[:{rng.randint(1, 3)}]\nreturn {head_name}", ("number",), _lists(rng, 5, 4))
 
 
 Level = Literal["easy", "medium"]

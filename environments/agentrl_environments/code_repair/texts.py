@@ -17,12 +17,16 @@ def opening(source: str, checks: Sequence[Check], values: Sequence[str] | str) -
     """The messages an episode starts with: the module with line numbers, and how each of its visible tests stands.
 
     `values` are the `repr`s of the calls' values, or one text that says why the module did not run."""
-    lines = [f"{at} {line}" for at, line in enumerate(source.split("\n"), start=1)]
+    shown_lines = [
+        f"{line_number} {source_line}" for line_number, source_line in enumerate(source.split("\n"), start=1)
+    ]
     if isinstance(values, str):
-        lines.append(_short(values))
+        shown_lines.append(_short(values))
     else:
-        lines.extend(_result(check, value) for check, value in zip(checks, values, strict=True))
-    return ({"role": "system", "content": INSTRUCTION}, {"role": "user", "content": "\n".join(lines)})
+        shown_lines.extend(
+            _result(visible_check, call_value) for visible_check, call_value in zip(checks, values, strict=True)
+        )
+    return ({"role": "system", "content": INSTRUCTION}, {"role": "user", "content": "\n".join(shown_lines)})
 
 
 def report(checks: Sequence[Check], values: Sequence[str] | str) -> str:
@@ -30,8 +34,12 @@ def report(checks: Sequence[Check], values: Sequence[str] | str) -> str:
     summary = f"{passed(checks, values)}/{len(checks)} pass"
     if isinstance(values, str):
         return f"{summary}\n{_short(values)}"
-    failing = [(check, value) for check, value in zip(checks, values, strict=True) if value != check.expected]
-    return f"{summary}\n{_result(*failing[0])}" if failing else summary
+    failing_checks = [
+        (visible_check, call_value)
+        for visible_check, call_value in zip(checks, values, strict=True)
+        if call_value != visible_check.expected
+    ]
+    return f"{summary}\n{_result(*failing_checks[0])}" if failing_checks else summary
 
 
 def _result(check: Check, value: str) -> str:
@@ -44,7 +52,7 @@ def passed(checks: Sequence[Check], values: Sequence[str] | str) -> int:
     """How many tests pass."""
     if isinstance(values, str):
         return 0
-    return sum(value == check.expected for check, value in zip(checks, values, strict=True))
+    return sum(call_value == next_check.expected for next_check, call_value in zip(checks, values, strict=True))
 
 
 def _short(value: str) -> str:

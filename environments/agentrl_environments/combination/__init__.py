@@ -31,14 +31,14 @@ class Combination(ToolEnv):
         super().__init__(**{"limits": EpisodeLimits(turns=dials), **settings})
 
     def make_task(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        drawn = self.np_random.integers(0, 10, size=(self._dials, 2)).tolist()
-        sums = options.get("sums", drawn)
-        if len(sums) != self._dials:
-            raise UsageError(f"sums has {len(sums)} pairs: give {self._dials}, one a dial")
-        return {"sums": sums}
+        drawn_sums = self.np_random.integers(0, 10, size=(self._dials, 2)).tolist()
+        dial_sums = options.get("sums", drawn_sums)
+        if len(dial_sums) != self._dials:
+            raise UsageError(f"sums has {len(dial_sums)} pairs: give {self._dials}, one a dial")
+        return {"sums": dial_sums}
 
     def prompt(self, task: Mapping[str, Any]) -> str:
-        self._sums: list[Pair] = [(int(a), int(b)) for a, b in task["sums"]]
+        self._sums: list[Pair] = [(int(first_term), int(second_term)) for first_term, second_term in task["sums"]]
         self._right = self._set = 0
         return opening(self._sums)
 
@@ -56,11 +56,11 @@ class Combination(ToolEnv):
         return self._right == self._dials
 
     def oracles(self) -> list[Oracle]:
-        right = [answer(pair) for pair in self._sums]
-        wrong = str((int(right[0]) + 1) % 10)
+        right_digits = [answer(dial_sum) for dial_sum in self._sums]
+        wrong_digit = str((int(right_digits[0]) + 1) % 10)
         return [
-            Oracle("gold", 1.0, script(*right)),
-            Oracle("the first dial wrong", 0.0, script(wrong, *right[1:])),
+            Oracle("gold", 1.0, script(*right_digits)),
+            Oracle("the first dial wrong", 0.0, script(wrong_digit, *right_digits[1:])),
             Oracle("no-op", 0.0, say("")),
         ]
 
@@ -83,9 +83,9 @@ def answer(pair: Pair) -> str:
 def apprentice(pair: Pair, rng: random.Random, *, plain: float = 0.85, carry: float = 0.3, slip: float = 0.5) -> str:
     """An answer of somebody who is mostly wrong where a sum has two digits. It is right with probability `plain`, or
     `carry` for such a sum; there it is one too many with probability `slip`, else any digit."""
-    right, drawn = int(answer(pair)), rng.random()
+    right_digit, drawn_share = int(answer(pair)), rng.random()
     if sum(pair) < _CARRY:
-        return str(right if drawn < plain else rng.randrange(10))
-    if drawn < carry:
-        return str(right)
-    return str((right + 1) % 10 if drawn < carry + slip else rng.randrange(10))
+        return str(right_digit if drawn_share < plain else rng.randrange(10))
+    if drawn_share < carry:
+        return str(right_digit)
+    return str((right_digit + 1) % 10 if drawn_share < carry + slip else rng.randrange(10))

@@ -58,9 +58,9 @@ tools:
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Learn the merges from `texts` (which may hold special tokens and boilerplate: they are cut out first)."""
-    fixed = [
-        *(AddedToken(token, special=True, normalized=False) for token in SPECIAL),
-        *(AddedToken(token, special=False, normalized=False) for token in (*MARKUP, *BOILERPLATE)),
+    fixed_tokens = [
+        *(AddedToken(token_text, special=True, normalized=False) for token_text in SPECIAL),
+        *(AddedToken(token_text, special=False, normalized=False) for token_text in (*MARKUP, *BOILERPLATE)),
     ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,26 +70,26 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(fixed),
+    bpe_trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(fixed_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         min_frequency=20,
         show_progress=False,
     )
-    tokenizer.train_from_iterator((_without_fixed(text) for text in texts), trainer)
-    tokenizer.add_tokens(fixed)
-    wrapped = PreTrainedTokenizerFast(
+    tokenizer.train_from_iterator((_without_fixed(training_text) for training_text in texts), bpe_trainer)
+    tokenizer.add_tokens(fixed_tokens)
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    fast_tokenizer.chat_template = CHAT_TEMPLATE
+    return fast_tokenizer
 
 
 def _without_fixed(text: str) -> str:
-    for token in (*SPECIAL, *MARKUP, *BOILERPLATE):
-        text = text.replace(token, "\0")
+    for fixed_token in (*SPECIAL, *MARKUP, *BOILERPLATE):
+        text = text.replace(fixed_token, "\0")
     return text.replace("\0", "")

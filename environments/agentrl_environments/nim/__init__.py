@@ -43,21 +43,23 @@ class NimTable(RolesEnv):
         return self.roles[0]
 
     def see(self, role: str) -> str:
-        lines = [] if role in self._briefed else [_RULES]
+        shown_lines = [] if role in self._briefed else [_RULES]
         self._briefed.add(role)
         if self._moves:
-            lines.append(f"The other player: {self._moves[-1]}.")
-        return "\n".join([*lines, _shown(self.heaps)])
+            shown_lines.append(f"The other player: {self._moves[-1]}.")
+        return "\n".join([*shown_lines, _shown(self.heaps)])
 
     def play(self, role: str, text: str) -> str | None:
-        moves = _MOVE.findall(text)
-        if not moves:
+        named_moves = _MOVE.findall(text)
+        if not named_moves:
             raise ContentParseError("no move found; write for example: take 2 from A")
-        stones, heap = int(moves[-1][0]), ord(moves[-1][1].upper()) - ord("A")
-        if heap >= len(self.heaps) or not 1 <= stones <= self.heaps[heap]:
-            raise ToolError(f"{moves[-1][1].upper()} does not hold {stones} stones to take. {_shown(self.heaps)}")
-        self.heaps[heap] -= stones
-        self._moves.append(_move(stones, heap))
+        stone_count, heap_index = int(named_moves[-1][0]), ord(named_moves[-1][1].upper()) - ord("A")
+        if heap_index >= len(self.heaps) or not 1 <= stone_count <= self.heaps[heap_index]:
+            raise ToolError(
+                f"{named_moves[-1][1].upper()} does not hold {stone_count} stones to take. {_shown(self.heaps)}"
+            )
+        self.heaps[heap_index] -= stone_count
+        self._moves.append(_move(stone_count, heap_index))
         if not any(self.heaps):
             self._winner = role
             return None
@@ -65,7 +67,7 @@ class NimTable(RolesEnv):
 
     def outcomes(self, forfeited: str | None) -> Mapping[str, float]:
         winner = self._other(forfeited) if forfeited else self._winner
-        return {role: float(role == winner) for role in self.roles}
+        return {player_role: float(player_role == winner) for player_role in self.roles}
 
     def _other(self, role: str) -> str:
         return self.roles[1 - self.roles.index(role)]
@@ -82,36 +84,40 @@ class Nim(OneRole):
         super().__init__(NimTable(heaps=heaps, largest=largest), role="seed", others=PLAYERS[opponent])
 
     def deal(self, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        role, options = super().deal(options)
-        heaps = options.get("heaps") or draw(self.np_random, self._count, self._largest)
+        dealt_role, options = super().deal(options)
+        drawn_heaps = options.get("heaps") or draw(self.np_random, self._count, self._largest)
         if self._winnable:
-            role = "first" if nim_sum(heaps) else "second"
-        return role, {**options, "heaps": heaps}
+            dealt_role = "first" if nim_sum(drawn_heaps) else "second"
+        return dealt_role, {**options, "heaps": drawn_heaps}
 
     def oracles(self) -> list[Oracle]:
-        perfect = Oracle("perfect play", 1.0, lambda heard: perfect_player(heard, self.np_random))
-        return [*([perfect] if self._winnable else []), Oracle("no-op", 0.0, say(""))]
+        perfect_oracle = Oracle("perfect play", 1.0, lambda heard: perfect_player(heard, self.np_random))
+        return [*([perfect_oracle] if self._winnable else []), Oracle("no-op", 0.0, say(""))]
 
 
 def draw(rng: np.random.Generator, heaps: int, largest: int) -> list[int]:
     """Heaps of 1 to `largest` stones."""
-    return [int(stones) for stones in rng.integers(1, largest + 1, size=heaps)]
+    return [int(stone_count) for stone_count in rng.integers(1, largest + 1, size=heaps)]
 
 
 def perfect_player(heard: Messages, rng: np.random.Generator) -> str:
     """Leaves a nim-sum of 0 wherever that is possible (Bouton, 1901), else takes one stone."""
     heaps = _read(heard)
-    total = nim_sum(heaps)
-    for heap, stones in enumerate(heaps):
-        if stones ^ total < stones:
-            return _move(stones - (stones ^ total), heap)
-    return _move(1, next(heap for heap, stones in enumerate(heaps) if stones))
+    game_sum = nim_sum(heaps)
+    for heap_index, stone_count in enumerate(heaps):
+        if stone_count ^ game_sum < stone_count:
+            return _move(stone_count - (stone_count ^ game_sum), heap_index)
+    return _move(1, next(heap_index for heap_index, stone_count in enumerate(heaps) if stone_count))
 
 
 def random_player(heard: Messages, rng: np.random.Generator) -> str:
     """Any legal move, drawn evenly."""
-    moves = [(taken, heap) for heap, stones in enumerate(_read(heard)) for taken in range(1, stones + 1)]
-    return _move(*moves[int(rng.integers(len(moves)))])
+    legal_moves = [
+        (taken_stones, heap_index)
+        for heap_index, stone_count in enumerate(_read(heard))
+        for taken_stones in range(1, stone_count + 1)
+    ]
+    return _move(*legal_moves[int(rng.integers(len(legal_moves)))])
 
 
 PLAYERS: Final[Mapping[str, Policy]] = {"random": random_player, "perfect": perfect_player}
@@ -132,5 +138,5 @@ def _move(stones: int, heap: int) -> str:
 
 def _read(heard: Messages) -> list[int]:
     """The heaps as the last message shows them."""
-    shown = heard[-1]["content"].rpartition("Heaps: ")[2]
-    return [int(stones) for stones in re.findall(r"[A-Z] (\d+)", shown)]
+    shown_heaps = heard[-1]["content"].rpartition("Heaps: ")[2]
+    return [int(stone_count) for stone_count in re.findall(r"[A-Z] (\d+)", shown_heaps)]

@@ -33,45 +33,47 @@ class PictureGrid(Env):
 
     def __init__(self, *, size: int = 3, rounds: int = 2, pixels: int = 8) -> None:
         if not 2 <= size <= _LARGEST or rounds < 1 or not 1 <= pixels <= 128:
-            hint = f"give size 2 to {_LARGEST}, rounds from 1, pixels 1 to 128"
-            raise UsageError(f"size = {size}, rounds = {rounds}, pixels = {pixels}: {hint}")
+            correction = f"give size 2 to {_LARGEST}, rounds from 1, pixels 1 to 128"
+            raise UsageError(f"size = {size}, rounds = {rounds}, pixels = {pixels}: {correction}")
         self._size, self._rounds, self._pixels = size, rounds, pixels
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
-        drawn = self.np_random.integers(0, self._size, size=(self._rounds, 2)).tolist()
-        cells = (options or {}).get("cells", drawn)
-        self._cells: list[Cell] = [(int(column), int(row)) for column, row in cells]
-        if len(self._cells) != self._rounds or not all(0 <= at < self._size for cell in self._cells for at in cell):
-            raise UsageError(f"cells = {cells}: give {self._rounds} pairs of numbers from 0 to {self._size - 1}")
+        random_cells = self.np_random.integers(0, self._size, size=(self._rounds, 2)).tolist()
+        cell_pairs = (options or {}).get("cells", random_cells)
+        self._cells: list[Cell] = [(int(column_index), int(row_index)) for column_index, row_index in cell_pairs]
+        if len(self._cells) != self._rounds or not all(
+            0 <= coordinate < self._size for cell in self._cells for coordinate in cell
+        ):
+            raise UsageError(f"cells = {cell_pairs}: give {self._rounds} pairs of numbers from 0 to {self._size - 1}")
         self._right, self._at = 0, 0
         return self._shown("Which square is red? Columns are A, B, … from the left, rows 1, 2, … from the top. "), {}
 
     def step(self, action: str) -> Any:
-        right = action.strip().upper() == name(self._cells[self._at])
-        self._right, self._at = self._right + right, self._at + 1
+        is_right = action.strip().upper() == name(self._cells[self._at])
+        self._right, self._at = self._right + is_right, self._at + 1
         if self._at < self._rounds:
-            return self._shown("And here? "), float(right), False, False, {}
-        share = self._right / self._rounds
-        return (), float(right), True, False, {"outcome": share, "success": share == 1.0}
+            return self._shown("And here? "), float(is_right), False, False, {}
+        right_share = self._right / self._rounds
+        return (), float(is_right), True, False, {"outcome": right_share, "success": right_share == 1.0}
 
     def _shown(self, text: str) -> tuple[dict[str, Any], ...]:
         picture = image_part(draw(self._size, self._cells[self._at], self._pixels))
         return ({"role": "user", "content": [{"type": "text", "text": text}, picture]},)
 
     def oracles(self) -> list[Oracle]:
-        right = [name(cell) for cell in self._cells]
+        right_names = [name(cell) for cell in self._cells]
         return [
-            Oracle("gold", 1.0, script(*right)),
-            Oracle("the last one wrong", (self._rounds - 1) / self._rounds, script(*right[:-1], "none")),
+            Oracle("gold", 1.0, script(*right_names)),
+            Oracle("the last one wrong", (self._rounds - 1) / self._rounds, script(*right_names[:-1], "none")),
             Oracle("no-op", 0.0, say("")),
         ]
 
 
 def name(cell: Cell) -> str:
     """A square's name, such as B2."""
-    column, row = cell
-    return f"{chr(ord('A') + column)}{row + 1}"
+    column_index, row_index = cell
+    return f"{chr(ord('A') + column_index)}{row_index + 1}"
 
 
 def draw(size: int, red: Cell, pixels: int) -> NDArray[np.uint8]:

@@ -55,10 +55,10 @@ class Reading(ToolEnv):
         return OPENING
 
     def on_text(self, text: str) -> str | None:
-        at, self._read = self._read, self._read + 1
-        if at < self._pages:
-            return self._book[at]
-        if at == self._pages:
+        page_index, self._read = self._read, self._read + 1
+        if page_index < self._pages:
+            return self._book[page_index]
+        if page_index == self._pages:
             return question(self._question_fact)
         self._right = text.strip() == str(self._digits[self._question_fact])
         self.finish()
@@ -68,22 +68,24 @@ class Reading(ToolEnv):
         return self._right
 
     def oracles(self) -> list[Oracle]:
-        right = str(self._digits[self._question_fact])
-        turns = ["next"] * (self._pages + 1)
+        right_digit = str(self._digits[self._question_fact])
+        next_turns = ["next"] * (self._pages + 1)
         return [
-            Oracle("gold", 1.0, script(*turns, right)),
-            Oracle("another digit", 0.0, script(*turns, str((int(right) + 1) % 10))),
+            Oracle("gold", 1.0, script(*next_turns, right_digit)),
+            Oracle("another digit", 0.0, script(*next_turns, str((int(right_digit) + 1) % 10))),
             Oracle("no-op", 0.0, say("")),
         ]
 
 
 def book(digits: Sequence[int], pages: int, words: int, seed: int) -> list[str]:
     """The pages: each fact stands among words on a page of its own."""
-    drawn = random.Random(seed)
-    texts: list[list[str]] = [drawn.choices(WORDS, k=words) for _ in range(pages)]
-    for at, digit in enumerate(digits):
-        texts[place(at, len(digits), pages)].insert(drawn.randrange(words + 1), fact(at, digit))
-    return [" ".join(text) for text in texts]
+    generator = random.Random(seed)
+    page_words: list[list[str]] = [generator.choices(WORDS, k=words) for _ in range(pages)]
+    for fact_index, digit in enumerate(digits):
+        page_words[place(fact_index, len(digits), pages)].insert(
+            generator.randrange(words + 1), fact(fact_index, digit)
+        )
+    return [" ".join(words_of_page) for words_of_page in page_words]
 
 
 def place(at: int, facts: int, pages: int) -> int:
@@ -106,5 +108,5 @@ def last_pages(messages: Sequence[Message], keep: int = 4) -> list[Message]:
     "agentrl_environments.reading:last_pages" }` goes on without notes, from what was read last."""
     if len(messages) <= 2 * keep:
         return list(messages)
-    last = messages[-2 * keep + 1 :]
-    return [{**last[0], "content": f"{OPENING}\n{last[0]['content']}"}, *last[1:]]
+    last_messages = messages[-2 * keep + 1 :]
+    return [{**last_messages[0], "content": f"{OPENING}\n{last_messages[0]['content']}"}, *last_messages[1:]]

@@ -62,70 +62,74 @@ class Breakage:
 
 def applied(sources: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
     """The sources after the edits, whose lines count in the unchanged sources."""
-    changed = dict(sources)
+    changed_sources = dict(sources)
     for edit in sorted(edits, key=lambda edit: edit.line, reverse=True):
-        lines = changed[edit.path].split("\n")
-        lines[edit.line - 1 : edit.line - 1 + edit.count] = edit.new
-        changed[edit.path] = "\n".join(lines)
-    return changed
+        source_lines = changed_sources[edit.path].split("\n")
+        source_lines[edit.line - 1 : edit.line - 1 + edit.count] = edit.new
+        changed_sources[edit.path] = "\n".join(source_lines)
+    return changed_sources
 
 
 def mutations(sources: Mapping[str, str]) -> Iterator[Breakage]:
     """Every single change of an expression or a statement."""
-    for path, source in sources.items():
-        data = source.encode()
-        starts = _line_starts(data)
-        for subject, function in _functions(ast.parse(source)):
-            for kind, start, end, text in _changes(function, data, starts):
-                changed = (data[:start] + text.encode() + data[end:]).decode()
-                if _compiles(changed):
-                    yield Breakage(kind, subject, (_edit(path, source, changed),))
+    for source_path, source_text in sources.items():
+        source_bytes = source_text.encode()
+        line_starts = _line_starts(source_bytes)
+        for subject, function in _functions(ast.parse(source_text)):
+            for change_kind, change_start, change_end, new_text in _changes(function, source_bytes, line_starts):
+                changed_source = (source_bytes[:change_start] + new_text.encode() + source_bytes[change_end:]).decode()
+                if _compiles(changed_source):
+                    yield Breakage(change_kind, subject, (_edit(source_path, source_text, changed_source),))
 
 
 def stubs(sources: Mapping[str, str]) -> Iterator[Breakage]:
     """Every function whose body could be removed, its docstring left."""
-    for path, source in sources.items():
-        for subject, function in _functions(ast.parse(source)):
+    for source_path, source_text in sources.items():
+        for subject, function in _functions(ast.parse(source_text)):
             if ast.get_docstring(function) is None or len(function.body) <= _SHORTEST_STUB:
                 continue
-            first, last = function.body[1].lineno, function.end_lineno or 0
-            indent = " " * function.body[0].col_offset
-            edit = Edit(path, first, last - first + 1, (f"{indent}raise NotImplementedError",))
-            yield Breakage("stub", subject, (edit,))
+            first_line, last_line = function.body[1].lineno, function.end_lineno or 0
+            indentation = " " * function.body[0].col_offset
+            stub_edit = Edit(
+                source_path, first_line, last_line - first_line + 1, (f"{indentation}raise NotImplementedError",)
+            )
+            yield Breakage("stub", subject, (stub_edit,))
 
 
 def features(sources: Mapping[str, str]) -> Iterator[Breakage]:
     """Every function with a docstring that could be removed as a whole: no module of the repository imports it."""
-    imported = {
-        alias.name
-        for source in sources.values()
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+    imported_names = {
+        import_alias.name
+        for source_text in sources.values()
+        for syntax_node in ast.walk(ast.parse(source_text))
+        if isinstance(syntax_node, ast.ImportFrom)
+        for import_alias in syntax_node.names
     }
-    for path, source in sources.items():
-        lines = source.split("\n")
-        for subject, function in _functions(ast.parse(source)):
-            if ast.get_docstring(function) is None or function.name.startswith("_") or function.name in imported:
+    for source_path, source_text in sources.items():
+        source_lines = source_text.split("\n")
+        for subject, function in _functions(ast.parse(source_text)):
+            if ast.get_docstring(function) is None or function.name.startswith("_") or function.name in imported_names:
                 continue
-            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-            last = function.end_lineno or first
-            signature = "\n".join(lines[first - 1 : function.body[0].end_lineno])
-            while last < len(lines) - 1 and not lines[last].strip():
-                last += 1
-            edit = Edit(path, first, last - first + 1, ())
-            if _compiles(applied(sources, (edit,))[path]):
-                yield Breakage("feature", subject, (edit,), textwrap.dedent(signature))
+            first_line = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            last_line = function.end_lineno or first_line
+            signature = "\n".join(source_lines[first_line - 1 : function.body[0].end_lineno])
+            while last_line < len(source_lines) - 1 and not source_lines[last_line].strip():
+                last_line += 1
+            removal = Edit(source_path, first_line, last_line - first_line + 1, ())
+            if _compiles(applied(sources, (removal,))[source_path]):
+                yield Breakage("feature", subject, (removal,), textwrap.dedent(signature))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Functions and methods by their name in the module, inner ones left out."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node
-        elif isinstance(node, ast.ClassDef):
+    for module_node in tree.body:
+        if isinstance(module_node, ast.FunctionDef):
+            yield module_node.name, module_node
+        elif isinstance(module_node, ast.ClassDef):
             yield from (
-                (f"{node.name}.{inner.name}", inner) for inner in node.body if isinstance(inner, ast.FunctionDef)
+                (f"{module_node.name}.{class_member.name}", class_member)
+                for class_member in module_node.body
+                if isinstance(class_member, ast.FunctionDef)
             )
 
 
@@ -140,13 +144,13 @@ def _changes(function: ast.FunctionDef, data: bytes, starts: list[int]) -> Itera
 
     def swap(kind: Kind, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Change]:
         """Change what stands between two expressions, besides spaces and parentheses."""
-        start, end = span(left)[1], span(right)[0]
-        at = data.find(old.encode(), start, end)
-        if at >= 0 and data[start:end].strip(b" ()\n") == old.encode():
-            yield kind, at, at + len(old), new
+        between_start, between_end = span(left)[1], span(right)[0]
+        operator_start = data.find(old.encode(), between_start, between_end)
+        if operator_start >= 0 and data[between_start:between_end].strip(b" ()\n") == old.encode():
+            yield kind, operator_start, operator_start + len(old), new
 
-    for node in ast.walk(function):
-        match node:
+    for syntax_node in ast.walk(function):
+        match syntax_node:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 yield from swap("operator", left, right, *_OPERATORS[type(op)])
             case ast.AugAssign(target=target, op=op, value=value) if type(op) in _OPERATORS:
@@ -158,20 +162,20 @@ def _changes(function: ast.FunctionDef, data: bytes, starts: list[int]) -> Itera
                 old, new = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
                 yield from swap("control", left, right, old, new)
             case ast.Constant(value=bool() as value):
-                yield "constant", *span(node), str(not value)
+                yield "constant", *span(syntax_node), str(not value)
             case ast.Constant(value=int() as value):
-                yield "constant", *span(node), str(value + 1)
-            case ast.If(test=test) | ast.IfExp(test=test):
-                start, end = span(test)
-                yield "control", start, end, f"not ({data[start:end].decode()})"
+                yield "constant", *span(syntax_node), str(value + 1)
+            case ast.If(test=condition) | ast.IfExp(test=condition):
+                condition_start, condition_end = span(condition)
+                yield "control", condition_start, condition_end, f"not ({data[condition_start:condition_end].decode()})"
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield "control", *span(node), data.__getitem__(slice(*span(operand))).decode()
+                yield "control", *span(syntax_node), data.__getitem__(slice(*span(operand))).decode()
             case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
                 yield "control", *span(value), "None"
             case _:
                 pass
-        for block in (getattr(node, "body", []), getattr(node, "orelse", [])):
-            yield from _removals(block, span) if isinstance(block, list) else ()
+        for statements in (getattr(syntax_node, "body", []), getattr(syntax_node, "orelse", [])):
+            yield from _removals(statements, span) if isinstance(statements, list) else ()
 
 
 def _removals(block: list[ast.stmt], span) -> Iterator[Change]:
@@ -191,10 +195,10 @@ def _removals(block: list[ast.stmt], span) -> Iterator[Change]:
 
 
 def _line_starts(data: bytes) -> list[int]:
-    starts = [0]
-    for line in data.split(b"\n"):
-        starts.append(starts[-1] + len(line) + 1)
-    return starts
+    line_starts = [0]
+    for source_line in data.split(b"\n"):
+        line_starts.append(line_starts[-1] + len(source_line) + 1)
+    return line_starts
 
 
 def _compiles(source: str) -> bool:
@@ -207,15 +211,18 @@ def _compiles(source: str) -> bool:
 
 def _edit(path: str, before: str, after: str) -> Edit:
     """The lines that differ. A `pass` that stands for a removed statement goes where it is not needed."""
-    old, new = before.split("\n"), after.split("\n")
-    start = 0
-    while old[start] == new[start]:
-        start += 1
-    end = 0
-    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
-        end += 1
-    added = tuple(new[start : len(new) - end])
-    if len(added) == 1 and added[0].strip() == "pass":
-        without = "\n".join([*new[:start], *new[start + 1 :]])
-        added = () if _compiles(without) else added
-    return Edit(path, start + 1, len(old) - end - start, added)
+    old_lines, new_lines = before.split("\n"), after.split("\n")
+    same_at_start = 0
+    while old_lines[same_at_start] == new_lines[same_at_start]:
+        same_at_start += 1
+    same_at_end = 0
+    while (
+        same_at_end < min(len(old_lines), len(new_lines)) - same_at_start
+        and old_lines[-1 - same_at_end] == new_lines[-1 - same_at_end]
+    ):
+        same_at_end += 1
+    added_lines = tuple(new_lines[same_at_start : len(new_lines) - same_at_end])
+    if len(added_lines) == 1 and added_lines[0].strip() == "pass":
+        without_pass = "\n".join([*new_lines[:same_at_start], *new_lines[same_at_start + 1 :]])
+        added_lines = () if _compiles(without_pass) else added_lines
+    return Edit(path, same_at_start + 1, len(old_lines) - same_at_end - same_at_start, added_lines)

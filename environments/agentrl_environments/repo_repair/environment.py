@@ -64,39 +64,39 @@ class RepoRepair(ToolEnv):
         tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
-        for name, value, known in (("split", split, SPLITS), ("level", level, LEVELS)):
-            if value not in known:
-                raise ConfigError(name, value, f"choose one of {', '.join(known)}")
-        if unknown := set(process) - {"tests", "lint"}:
-            raise ConfigError("process", sorted(unknown), "choose among tests and lint")
+        for setting_name, setting_value, known_values in (("split", split, SPLITS), ("level", level, LEVELS)):
+            if setting_value not in known_values:
+                raise ConfigError(setting_name, setting_value, f"choose one of {', '.join(known_values)}")
+        if unknown_sources := set(process) - {"tests", "lint"}:
+            raise ConfigError("process", sorted(unknown_sources), "choose among tests and lint")
         self._split: Split = split
         self._level: Level = level
         self._process = tuple(process)
         self._sandbox, self._image = known_backend(sandbox or default_sandbox()), image
         self._ready, self._remember = ready, remember
-        self._box = self.own_box = box = CurrentBox()
+        self._box = self.own_box = current_box = CurrentBox()
         self._boxes: SharedBackend | None = None
         self._deltas: list[PotentialDelta] = []
-        looking = [ListFiles(box), ReadFile(box), Search(box)]
-        changing = [ReplaceText(box), WriteFile(box), ApplyPatch(box)]
-        ending = [RunTests(self._run_tests), Submit(self.finish)]
-        super().__init__(tools=[*looking, *changing, *ending, *tools], **settings)
+        looking_tools = [ListFiles(current_box), ReadFile(current_box), Search(current_box)]
+        changing_tools = [ReplaceText(current_box), WriteFile(current_box), ApplyPatch(current_box)]
+        ending_tools = [RunTests(self._run_tests), Submit(self.finish)]
+        super().__init__(tools=[*looking_tools, *changing_tools, *ending_tools, *tools], **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": self.task_seed()}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
-        repair = self._repair = make_task(task["seed"], self._split, self._level)
-        boxes = shared(self._sandbox, ready=self._ready)
-        self._judge = _judge_in(boxes, self._image, self._remember)
-        await boxes.enter()
-        self._boxes = boxes
-        tests = {f"tests/{name}": text for name, text in repair.visible.items()}
-        files = encoded({**repair.broken, **tests, "README.md": repair.readme})
-        self._box.box = await boxes.create(SandboxSpec(image=self._image, limits=_LIMITS, files=files))
-        self._deltas = [self._delta(kind, repair) for kind in self._process]
-        for delta in self._deltas:
-            await delta.begin(self._box)
+        repo_task = self._repair = make_task(task["seed"], self._split, self._level)
+        shared_boxes = shared(self._sandbox, ready=self._ready)
+        self._judge = _judge_in(shared_boxes, self._image, self._remember)
+        await shared_boxes.enter()
+        self._boxes = shared_boxes
+        test_files = {f"tests/{test_file}": test_text for test_file, test_text in repo_task.visible.items()}
+        box_files = encoded({**repo_task.broken, **test_files, "README.md": repo_task.readme})
+        self._box.box = await shared_boxes.create(SandboxSpec(image=self._image, limits=_LIMITS, files=box_files))
+        self._deltas = [self._delta(delta_kind, repo_task) for delta_kind in self._process]
+        for reward_delta in self._deltas:
+            await reward_delta.begin(self._box)
 
     def _delta(self, kind: Process, repair: RepoTask) -> PotentialDelta:
         artifacts = sorted(repair.broken)
@@ -105,12 +105,12 @@ class RepoRepair(ToolEnv):
         return TestDelta(self._judge, artifacts, encoded(repair.tests), [*repair.fails, *repair.passes])
 
     async def teardown(self) -> None:
-        boxes, self._boxes = self._boxes, None
-        if boxes is not None:
+        open_boxes, self._boxes = self._boxes, None
+        if open_boxes is not None:
             try:
                 await self._box.close()
             finally:
-                await boxes.leave()
+                await open_boxes.leave()
 
     def prompt(self, task: Mapping[str, Json]) -> str:
         self.note(repository=self._repair.repository, kind=self._repair.breakage.kind)
@@ -118,21 +118,21 @@ class RepoRepair(ToolEnv):
 
     async def _run_tests(self) -> ToolResult:
         """The tests as they stand in the box: feedback for the policy, and nothing that is judged by."""
-        result = await self._box.exec(_TEST_COMMAND, env={"PYTHONHASHSEED": "0"}, timeout_s=_TESTS_S)
-        report = command_result(result, _LIMITS.output_bytes, _TESTS_S)
+        exec_result = await self._box.exec(_TEST_COMMAND, env={"PYTHONHASHSEED": "0"}, timeout_s=_TESTS_S)
+        test_report = command_result(exec_result, _LIMITS.output_bytes, _TESTS_S)
         return text_result(
-            texts.report(report.content),
+            texts.report(test_report.content),
             _OUTPUT_BYTES,
-            is_error=report.is_error,
-            truncated=report.truncated,
+            is_error=test_report.is_error,
+            truncated=test_report.truncated,
         )
 
     async def astep(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = await super().astep(action)
-        for delta in self._deltas:
-            reward += await delta.step(self._box, over=terminated or truncated)
-        owed = sum(delta.unsettled for delta in self._deltas)
-        return observation, reward, terminated, truncated, {**info, "unsettled": owed}
+        for reward_delta in self._deltas:
+            reward += await reward_delta.step(self._box, over=terminated or truncated)
+        unsettled = sum(reward_delta.unsettled for reward_delta in self._deltas)
+        return observation, reward, terminated, truncated, {**info, "unsettled": unsettled}
 
     async def artifacts(self) -> Mapping[str, bytes]:
         """The sources as they stand, for tests elsewhere."""
@@ -140,26 +140,37 @@ class RepoRepair(ToolEnv):
 
     async def grade(self) -> Grade:
         """All tests pass on the declared files, in boxes that the agent has not seen."""
-        repair = self._repair
-        sources = await carried(self._box, sorted(repair.broken))
-        verdicts = await self._judge.run(sources, encoded(repair.tests))
-        success = verdicts.passed.issuperset([*repair.fails, *repair.passes])
-        fixed = len(verdicts.passed.intersection(repair.fails)) / len(repair.fails)
-        kept = len(verdicts.passed.intersection(repair.passes)) / len(repair.passes)
-        return Grade(outcome=float(success), success=success, info={"mended": fixed, "kept": kept})
+        repo_task = self._repair
+        final_sources = await carried(self._box, sorted(repo_task.broken))
+        verdicts = await self._judge.run(final_sources, encoded(repo_task.tests))
+        is_success = verdicts.passed.issuperset([*repo_task.fails, *repo_task.passes])
+        fixed_share = len(verdicts.passed.intersection(repo_task.fails)) / len(repo_task.fails)
+        kept_share = len(verdicts.passed.intersection(repo_task.passes)) / len(repo_task.passes)
+        return Grade(outcome=float(is_success), success=is_success, info={"mended": fixed_share, "kept": kept_share})
 
     def oracles(self) -> list[Oracle]:
-        repair, submit = self._repair, self.call("submit")
-        changed = [path for path, text in repair.gold.items() if text != repair.broken[path]]
-        rewrite = [self.call("write_file", path=path, content=repair.gold[path]) for path in changed]
-        wreck = [self.call("write_file", path=path, content="") for path in repair.broken]
-        pass_all = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test_all(self):\n        pass\n"
-        forget = [self.call("write_file", path=f"tests/{name}", content=pass_all) for name in repair.visible]
+        repo_task, submit_call = self._repair, self.call("submit")
+        changed_paths = [
+            source_path
+            for source_path, gold_text in repo_task.gold.items()
+            if gold_text != repo_task.broken[source_path]
+        ]
+        rewrite_calls = [
+            self.call("write_file", path=source_path, content=repo_task.gold[source_path])
+            for source_path in changed_paths
+        ]
+        wreck_calls = [self.call("write_file", path=source_path, content="") for source_path in repo_task.broken]
+        passing_test = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test_all(self):\n        pass\n"
+        forget_calls = [
+            self.call("write_file", path=f"tests/{test_file}", content=passing_test) for test_file in repo_task.visible
+        ]
         return [
-            Oracle("gold", 1.0, script("".join(rewrite), submit)),
-            Oracle("no-op", 0.0, script(submit)),
-            Oracle("delete the tests", 0.0, script("".join(forget), self.call("run_tests"), submit), cheats=True),
-            Oracle("empty the sources", 0.0, script("".join(wreck), submit), cheats=True),
+            Oracle("gold", 1.0, script("".join(rewrite_calls), submit_call)),
+            Oracle("no-op", 0.0, script(submit_call)),
+            Oracle(
+                "delete the tests", 0.0, script("".join(forget_calls), self.call("run_tests"), submit_call), cheats=True
+            ),
+            Oracle("empty the sources", 0.0, script("".join(wreck_calls), submit_call), cheats=True),
         ]
 
 

@@ -36,53 +36,71 @@ class Repository:
     @property
     def digest(self) -> str:
         """Changes with any source or test."""
-        digest = blake2b(digest_size=8)
-        for name, text in [*sorted(self.sources.items()), *sorted(self.tests.items())]:
-            digest.update(f"{name}\0{text}\0".encode())
-        return digest.hexdigest()
+        content_hash = blake2b(digest_size=8)
+        for file_name, file_text in [*sorted(self.sources.items()), *sorted(self.tests.items())]:
+            content_hash.update(f"{file_name}\0{file_text}\0".encode())
+        return content_hash.hexdigest()
 
 
 @lru_cache(maxsize=64)
 def load(name: str) -> Repository:
     """The repository of a name."""
-    root = FOLDER / name
-    sources = {f"{name}/{path.name}": path.read_text("utf-8") for path in sorted((root / name).glob("*.py"))}
-    tests = {path.name: path.read_text("utf-8") for path in sorted((root / "tests").glob("test_*.py"))}
-    ids = sorted(test for file, text in tests.items() for test in _methods(file, text))
-    return Repository(name, (root / "README.md").read_text("utf-8"), sources, tests, tuple(ids))
+    repository_root = FOLDER / name
+    source_files = {
+        f"{name}/{file_path.name}": file_path.read_text("utf-8")
+        for file_path in sorted((repository_root / name).glob("*.py"))
+    }
+    test_files = {
+        file_path.name: file_path.read_text("utf-8")
+        for file_path in sorted((repository_root / "tests").glob("test_*.py"))
+    }
+    test_ids = sorted(
+        test_id for test_file, file_text in test_files.items() for test_id in _methods(test_file, file_text)
+    )
+    return Repository(
+        name, (repository_root / "README.md").read_text("utf-8"), source_files, test_files, tuple(test_ids)
+    )
 
 
 def encoded(files: Mapping[str, str]) -> dict[str, bytes]:
     """The files as bytes."""
-    return {path: text.encode() for path, text in files.items()}
+    return {file_path: file_text.encode() for file_path, file_text in files.items()}
 
 
 def without_tests(tests: Mapping[str, str], hidden: Collection[str]) -> dict[str, str]:
     """The test files without some tests; a class or a file that would be left without any goes too."""
-    kept: dict[str, str] = {}
-    for file, text in tests.items():
-        lines = text.split("\n")
-        left = 0
-        for node in reversed(ast.parse(text).body):
-            if not isinstance(node, ast.ClassDef):
+    kept_files: dict[str, str] = {}
+    for test_file, file_text in tests.items():
+        file_lines = file_text.split("\n")
+        remaining = 0
+        for class_node in reversed(ast.parse(file_text).body):
+            if not isinstance(class_node, ast.ClassDef):
                 continue
-            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and _is_test(inner)]
-            gone = [method for method in methods if _name(file, node, method) in hidden]
-            left += len(methods) - len(gone)
-            for part in [node] if methods and len(gone) == len(methods) else reversed(gone):
-                _cut(lines, part)
-        if left:
-            kept[file] = "\n".join(lines).rstrip("\n") + "\n"
-    return kept
+            test_methods = [
+                class_member
+                for class_member in class_node.body
+                if isinstance(class_member, ast.FunctionDef) and _is_test(class_member)
+            ]
+            hidden_methods = [
+                test_method for test_method in test_methods if _name(test_file, class_node, test_method) in hidden
+            ]
+            remaining += len(test_methods) - len(hidden_methods)
+            for cut_node in (
+                [class_node] if test_methods and len(hidden_methods) == len(test_methods) else reversed(hidden_methods)
+            ):
+                _cut(file_lines, cut_node)
+        if remaining:
+            kept_files[test_file] = "\n".join(file_lines).rstrip("\n") + "\n"
+    return kept_files
 
 
 def _methods(file: str, text: str) -> dict[str, ast.FunctionDef]:
     return {
-        _name(file, node, inner): inner
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ClassDef)
-        for inner in node.body
-        if isinstance(inner, ast.FunctionDef) and _is_test(inner)
+        _name(file, class_node, class_member): class_member
+        for class_node in ast.parse(text).body
+        if isinstance(class_node, ast.ClassDef)
+        for class_member in class_node.body
+        if isinstance(class_member, ast.FunctionDef) and _is_test(class_member)
     }
 
 
@@ -96,12 +114,12 @@ def _name(file: str, owner: ast.ClassDef, method: ast.FunctionDef) -> str:
 
 def _cut(lines: list[str], node: ast.ClassDef | ast.FunctionDef) -> None:
     """Take out the node and the empty lines before it, or behind it if there are none before."""
-    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
-    end = node.end_lineno or node.lineno
-    before = start
-    while before and not lines[before - 1].strip():
-        before -= 1
-    if before == start:
-        while end < len(lines) and not lines[end].strip():
-            end += 1
-    del lines[before:end]
+    node_start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    node_end = node.end_lineno or node.lineno
+    cut_start = node_start
+    while cut_start and not lines[cut_start - 1].strip():
+        cut_start -= 1
+    if cut_start == node_start:
+        while node_end < len(lines) and not lines[node_end].strip():
+            node_end += 1
+    del lines[cut_start:node_end]

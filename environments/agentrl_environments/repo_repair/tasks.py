@@ -43,43 +43,47 @@ class RepoTask:
     @property
     def shown_failing(self) -> tuple[str, ...]:
         """The failing tests that the policy can see."""
-        return tuple(test for test in self.fails if test not in self.hidden)
+        return tuple(test_id for test_id in self.fails if test_id not in self.hidden)
 
 
 def level_of(entry: KnownBreakage) -> Level:
     """`easy`: one small bug that three tests or more complain of. `medium`: one that fewer do, or a body to write anew.
     `hard`: several bugs at once, or a function that is missing together with its tests."""
-    kind = entry.breakage.kind
-    if kind in ("several", "feature"):
+    breakage_kind = entry.breakage.kind
+    if breakage_kind in ("several", "feature"):
         return "hard"
-    return "easy" if kind in MUTATIONS and len(entry.fails) >= _MANY_FAIL else "medium"
+    return "easy" if breakage_kind in MUTATIONS and len(entry.fails) >= _MANY_FAIL else "medium"
 
 
 @lru_cache(maxsize=16)
 def choices(split: Split, level: Level) -> tuple[KnownBreakage, ...]:
     """The catalogue's entries of a split and a level."""
     return tuple(
-        entry for entry in entries() if entry.repository in REPOSITORIES[split] and level in ("all", level_of(entry))
+        known_breakage
+        for known_breakage in entries()
+        if known_breakage.repository in REPOSITORIES[split] and level in ("all", level_of(known_breakage))
     )
 
 
 @lru_cache(maxsize=1024)
 def make_task(seed: int, split: Split = "train", level: Level = "easy") -> RepoTask:
     """The task of a seed."""
-    rng = random.Random(f"{split}:{level}:{seed}")
-    return task_of(rng.choice(choices(split, level)), rng, seed)
+    generator = random.Random(f"{split}:{level}:{seed}")
+    return task_of(generator.choice(choices(split, level)), generator, seed)
 
 
 def task_of(entry: KnownBreakage, rng: random.Random, seed: int = 0) -> RepoTask:
     """The task of a catalogue entry; `rng` draws the hidden tests. Of the failing tests at least one is shown, save for
     features: there all of them are hidden, as no test of a missing feature would be in the repository yet."""
     repository = load(entry.repository)
-    passes = tuple(test for test in repository.test_ids if test not in entry.fails)
-    hidden = set(rng.sample(passes, int(_HIDDEN_SHARE * len(passes))))
+    passing_tests = tuple(test_id for test_id in repository.test_ids if test_id not in entry.fails)
+    hidden_tests = set(rng.sample(passing_tests, int(_HIDDEN_SHARE * len(passing_tests))))
     if entry.breakage.kind == "feature":
-        hidden.update(entry.fails)
+        hidden_tests.update(entry.fails)
     else:
-        hidden.update(rng.sample(entry.fails, min(int(_HIDDEN_SHARE * len(entry.fails) + 0.5), len(entry.fails) - 1)))
+        hidden_tests.update(
+            rng.sample(entry.fails, min(int(_HIDDEN_SHARE * len(entry.fails) + 0.5), len(entry.fails) - 1))
+        )
     return RepoTask(
         seed=seed,
         repository=repository.name,
@@ -87,9 +91,9 @@ def task_of(entry: KnownBreakage, rng: random.Random, seed: int = 0) -> RepoTask
         breakage=entry.breakage,
         broken=applied(repository.sources, entry.breakage.edits),
         gold=repository.sources,
-        visible=without_tests(repository.tests, hidden),
+        visible=without_tests(repository.tests, hidden_tests),
         tests=repository.tests,
         fails=entry.fails,
-        passes=passes,
-        hidden=frozenset(hidden),
+        passes=passing_tests,
+        hidden=frozenset(hidden_tests),
     )

@@ -15,27 +15,33 @@ _ADDRESSES: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 def prompt(task: RepoTask) -> str:
     """The task in words: what is wrong, what may be done, what is handed in."""
-    where = f"The folder holds a Python project, {task.repository}/, with unittest tests in tests/."
-    parts = [f"{where}\n\n{task.readme.strip()}"]
+    folder_words = f"The folder holds a Python project, {task.repository}/, with unittest tests in tests/."
+    prompt_parts = [f"{folder_words}\n\n{task.readme.strip()}"]
     if task.breakage.kind == "feature":
-        path = task.breakage.edits[0].path
-        parts.append(f"Add {task.breakage.subject} to {path}:\n\n```python\n{task.breakage.signature}\n```")
+        feature_path = task.breakage.edits[0].path
+        prompt_parts.append(
+            f"Add {task.breakage.subject} to {feature_path}:\n\n```python\n{task.breakage.signature}\n```"
+        )
     else:
-        failing = task.shown_failing
-        named = "\n".join(f"- {test}" for test in failing[:_MOST_NAMED])
-        more = f"\n- and {len(failing) - _MOST_NAMED} more" if len(failing) > _MOST_NAMED else ""
-        what = f"The body of {task.breakage.subject} is missing" if task.breakage.kind == "stub" else "It has a bug"
-        parts.append(f"{what}: these tests fail.\n{named}{more}\n\nMend the project, not the tests.")
-    files = ", ".join(sorted(task.broken))
-    parts.append(f"Handed in are {files}, and nothing else; they are judged by these and further tests.")
-    return "\n\n".join(parts)
+        failing_tests = task.shown_failing
+        test_list = "\n".join(f"- {test_name}" for test_name in failing_tests[:_MOST_NAMED])
+        more_words = f"\n- and {len(failing_tests) - _MOST_NAMED} more" if len(failing_tests) > _MOST_NAMED else ""
+        fault_words = (
+            f"The body of {task.breakage.subject} is missing" if task.breakage.kind == "stub" else "It has a bug"
+        )
+        prompt_parts.append(
+            f"{fault_words}: these tests fail.\n{test_list}{more_words}\n\nMend the project, not the tests."
+        )
+    file_list = ", ".join(sorted(task.broken))
+    prompt_parts.append(f"Handed in are {file_list}, and nothing else; they are judged by these and further tests.")
+    return "\n\n".join(prompt_parts)
 
 
 def report(output: str) -> str:
     """A test run's output with its verdict on top, so that cutting a long output keeps it."""
     output = steady(output)
-    verdicts = [line for line in output.splitlines() if line.startswith(_VERDICTS)]
-    return f"{verdicts[-1]}\n\n{output}" if verdicts else output
+    verdict_lines = [output_line for output_line in output.splitlines() if output_line.startswith(_VERDICTS)]
+    return f"{verdict_lines[-1]}\n\n{output}" if verdict_lines else output
 
 
 def steady(output: str) -> str:

@@ -52,9 +52,13 @@ class Retrieval(ToolEnv):
         if split not in ("train", "held_out", "all"):
             raise UsageError(f"split = {split!r}: give 'train', 'held_out' or 'all'")
         corpus, questions = corpus or str(_HERE / "corpus.jsonl"), questions or str(_HERE / "questions.jsonl")
-        self._index, rows = _index(corpus), _questions(questions)
+        self._index, question_rows = _index(corpus), _questions(questions)
         self.task_files = (Path(corpus), Path(questions))
-        self._questions = [row for row in rows if split == "all" or _is_held_out(row) == (split == "held_out")]
+        self._questions = [
+            question_row
+            for question_row in question_rows
+            if split == "all" or _is_held_out(question_row) == (split == "held_out")
+        ]
         if not self._questions:
             raise UsageError(f"split = {split!r}: no question is left; give 'all' for questions of your own")
         if not isinstance(results, int) or isinstance(results, bool) or results < 1:
@@ -80,7 +84,10 @@ class Retrieval(ToolEnv):
             query: a few words that the text should hold
         """
         documents = self._index.find(query, self._results)
-        return "\n".join(f"[{each.id}] {each.title}: {excerpt(each, query)}" for each in documents) or "nothing found"
+        return (
+            "\n".join(f"[{document.id}] {document.title}: {excerpt(document, query)}" for document in documents)
+            or "nothing found"
+        )
 
     @tool(parallel=True)
     def read(self, id: str) -> str:
@@ -101,7 +108,7 @@ class Retrieval(ToolEnv):
             answer: the answer in as few words as you can
             source: id of the text that holds it
         """
-        self._right = plain(answer) in {plain(each) for each in self.task["answers"]}
+        self._right = plain(answer) in {plain(right_answer) for right_answer in self.task["answers"]}
         self._cited = source in self.task["sources"]
         self.finish()
         return "submitted"
@@ -111,22 +118,24 @@ class Retrieval(ToolEnv):
         return Grade(outcome=outcome, success=outcome == 1.0, info={"right": self._right, "cited": self._cited})
 
     def oracles(self) -> list[Oracle]:
-        answer, source = self.task["answers"][0], self.task["sources"][0]
-        other = next(id for id in self._index.documents if id not in self.task["sources"])
-        title = self._index.documents[source].title
-        look = (self.call("search", query=title), self.call("read", id=source))
+        right_answer, right_source = self.task["answers"][0], self.task["sources"][0]
+        wrong_source = next(
+            document_id for document_id in self._index.documents if document_id not in self.task["sources"]
+        )
+        source_title = self._index.documents[right_source].title
+        look_calls = (self.call("search", query=source_title), self.call("read", id=right_source))
         return [
-            Oracle("gold", 1.0, script(*look, self.call("submit", answer=answer, source=source))),
-            Oracle("right, wrongly cited", UNCITED, say(self.call("submit", answer=answer, source=other))),
-            Oracle("well cited, wrong", 0.0, say(self.call("submit", answer="nobody knows", source=source))),
+            Oracle("gold", 1.0, script(*look_calls, self.call("submit", answer=right_answer, source=right_source))),
+            Oracle("right, wrongly cited", UNCITED, say(self.call("submit", answer=right_answer, source=wrong_source))),
+            Oracle("well cited, wrong", 0.0, say(self.call("submit", answer="nobody knows", source=right_source))),
             Oracle("no-op", 0.0, say("")),
         ]
 
 
 def plain(answer: str) -> str:
     """An answer without case, punctuation and articles."""
-    tokens = re.findall(r"[^\W_]+", answer.casefold())
-    return " ".join(word for word in tokens if word not in ("a", "an", "the"))
+    answer_words = re.findall(r"[^\W_]+", answer.casefold())
+    return " ".join(answer_word for answer_word in answer_words if answer_word not in ("a", "an", "the"))
 
 
 def _is_held_out(row: Mapping[str, Any]) -> bool:
@@ -135,23 +144,29 @@ def _is_held_out(row: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _index(path: str) -> Index:
-    rows = read_rows(path)
-    for number, row in enumerate(rows, 1):
-        _must_have(row, f"{path}, row {number}", id=str | int, title=str, text=str)
-    if twice := [id for id, count in Counter(str(row["id"]) for row in rows).items() if count > 1]:
-        raise UsageError(f"{path}: two texts have the id {twice[0]!r}: give each its own")
-    return Index(Document(str(row["id"]), row["title"], row["text"]) for row in rows)
+    document_rows = read_rows(path)
+    for row_number, document_row in enumerate(document_rows, 1):
+        _must_have(document_row, f"{path}, row {row_number}", id=str | int, title=str, text=str)
+    if repeated_ids := [
+        document_id
+        for document_id, id_count in Counter(str(document_row["id"]) for document_row in document_rows).items()
+        if id_count > 1
+    ]:
+        raise UsageError(f"{path}: two texts have the id {repeated_ids[0]!r}: give each its own")
+    return Index(
+        Document(str(document_row["id"]), document_row["title"], document_row["text"]) for document_row in document_rows
+    )
 
 
 @functools.cache
 def _questions(path: str) -> Sequence[Mapping[str, Any]]:
-    rows = read_rows(path)
-    for number, row in enumerate(rows, 1):
-        _must_have(row, f"{path}, row {number}", **_QUESTION)
-    return rows
+    question_rows = read_rows(path)
+    for row_number, question_row in enumerate(question_rows, 1):
+        _must_have(question_row, f"{path}, row {row_number}", **_QUESTION)
+    return question_rows
 
 
 def _must_have(row: Mapping[str, Any], where: str, **columns: type | UnionType) -> None:
-    for name, kind in columns.items():
-        if not isinstance(value := row.get(name), kind) or value == []:
-            raise UsageError(f"{where}: {name} = {value!r}: give {'a list of texts' if kind is list else 'a text'}")
+    for column, kind in columns.items():
+        if not isinstance(value := row.get(column), kind) or value == []:
+            raise UsageError(f"{where}: {column} = {value!r}: give {'a list of texts' if kind is list else 'a text'}")

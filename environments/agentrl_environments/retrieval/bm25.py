@@ -25,36 +25,39 @@ class Index:
     """Documents by words. Raises ValueError for two documents of one id."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
-        listed = list(documents)
-        self.documents = {document.id: document for document in listed}
-        if len(self.documents) < len(listed):
+        all_documents = list(documents)
+        self.documents = {document.id: document for document in all_documents}
+        if len(self.documents) < len(all_documents):
             raise ValueError("two documents have the same id")
-        self._counts = {document.id: Counter(words(f"{document.title} {document.text}")) for document in listed}
-        self._lengths = {id: sum(counts.values()) for id, counts in self._counts.items()}
-        self._mean = sum(self._lengths.values()) / max(len(listed), 1)
-        self._holders = Counter(word for counts in self._counts.values() for word in counts)
+        self._counts = {document.id: Counter(words(f"{document.title} {document.text}")) for document in all_documents}
+        self._lengths = {document_id: sum(word_counts.values()) for document_id, word_counts in self._counts.items()}
+        self._mean = sum(self._lengths.values()) / max(len(all_documents), 1)
+        self._holders = Counter(held_word for word_counts in self._counts.values() for held_word in word_counts)
 
     def find(self, query: str, most: int) -> list[Document]:
         """The `most` documents that fit best, best first; only those that hold a word of the query."""
         query_words = set(words(query))
-        scores = {id: self._score(id, query_words) for id in self.documents}
-        best = sorted((id for id, score in scores.items() if score > 0), key=lambda id: (-scores[id], id))
-        return [self.documents[id] for id in best[:most]]
+        scores = {document_id: self._score(document_id, query_words) for document_id in self.documents}
+        best_ids = sorted(
+            (document_id for document_id, document_score in scores.items() if document_score > 0),
+            key=lambda id: (-scores[id], id),
+        )
+        return [self.documents[document_id] for document_id in best_ids[:most]]
 
     def _score(self, id: str, query_words: Iterable[str]) -> float:
-        counts, score = self._counts[id], 0.0
-        norm = _K1 * (1 - _B + _B * self._lengths[id] / self._mean)
-        for word in query_words:
-            if n := counts[word]:
-                holders = self._holders[word]
-                rarity = math.log(1 + (len(self.documents) - holders + 0.5) / (holders + 0.5))
-                score += rarity * n * (_K1 + 1) / (n + norm)
-        return score
+        word_counts, total_score = self._counts[id], 0.0
+        length_norm = _K1 * (1 - _B + _B * self._lengths[id] / self._mean)
+        for query_word in query_words:
+            if word_count := word_counts[query_word]:
+                holder_count = self._holders[query_word]
+                word_rarity = math.log(1 + (len(self.documents) - holder_count + 0.5) / (holder_count + 0.5))
+                total_score += word_rarity * word_count * (_K1 + 1) / (word_count + length_norm)
+        return total_score
 
 
 def words(text: str) -> list[str]:
     """The words of a text in lower case, the plural's s taken off."""
-    return [_singular(word) for word in _WORD.findall(text.lower())]
+    return [_singular(text_word) for text_word in _WORD.findall(text.lower())]
 
 
 def excerpt(document: Document, query: str) -> str:

@@ -33,11 +33,11 @@ def workdir_of(file: Path) -> str:
     """Where the last WORKDIR leads, `/app` if there is none, as Harbor has it. A relative one goes on from the one
     before. Raises ConfigError for a variable, whose value a builder would know."""
     workdir = ""
-    for word, rest in _instructions(file):
-        if word == "FROM":
+    for instruction, arguments in _instructions(file):
+        if instruction == "FROM":
             workdir = ""  # a later stage begins at the root
-        elif word == "WORKDIR":
-            workdir = _moved(file, workdir, rest)
+        elif instruction == "WORKDIR":
+            workdir = _moved(file, workdir, arguments)
     return workdir or "/app"
 
 
@@ -49,73 +49,93 @@ def _moved(file: Path, workdir: str, rest: str) -> str:
 
 def recipe(file: Path) -> Recipe:
     """A Dockerfile that only copies, as data. Raises ConfigError with the first line that needs a builder."""
-    base, files, work_folder = "", dict[str, Path](), workdir_of(file)
-    has_workdir = any(word == "WORKDIR" for word, _ in _instructions(file))
+    base_image, copied_files, work_folder = "", dict[str, Path](), workdir_of(file)
+    has_workdir = any(instruction == "WORKDIR" for instruction, _ in _instructions(file))
     workdir, ignores = "" if has_workdir else work_folder, ignored_by(file)
-    for word, rest in _instructions(file):
-        if word == "FROM" and not base:
-            base = rest.partition(" ")[0]
-        elif word == "COPY" and "--" not in rest:
+    for instruction, arguments in _instructions(file):
+        if instruction == "FROM" and not base_image:
+            base_image = arguments.partition(" ")[0]
+        elif instruction == "COPY" and "--" not in arguments:
             try:
-                *sources, target = shlex.split(rest)
+                *copy_sources, copy_target = shlex.split(arguments)
             except ValueError:
-                sources, target = [], ""
-            if not sources:
-                raise ConfigError(str(file), f"COPY {rest}"[:60], "write it as COPY SOURCE … TARGET")
-            for source in sources:
-                files.update(_copied(file, source, posixpath.join(workdir or "/", target), work_folder, ignores))
-        elif word == "WORKDIR":
-            workdir = _moved(file, workdir, rest)
-        elif word not in _SILENT:
-            hint = f"{word} needs a builder: docker build -t NAME {file.parent}, then docker_image or images= with NAME"
-            raise ConfigError(str(file), f"{word} {rest}"[:60], hint)
-    if not base:
+                copy_sources, copy_target = [], ""
+            if not copy_sources:
+                raise ConfigError(str(file), f"COPY {arguments}"[:60], "write it as COPY SOURCE … TARGET")
+            for copy_source in copy_sources:
+                copied_files.update(
+                    _copied(file, copy_source, posixpath.join(workdir or "/", copy_target), work_folder, ignores)
+                )
+        elif instruction == "WORKDIR":
+            workdir = _moved(file, workdir, arguments)
+        elif instruction not in _SILENT:
+            correction = (
+                f"{instruction} needs a builder: docker build -t NAME {file.parent}, "
+                "then docker_image or images= with NAME"
+            )
+            raise ConfigError(str(file), f"{instruction} {arguments}"[:60], correction)
+    if not base_image:
         raise ConfigError(str(file), "", "a Dockerfile starts with FROM")
-    return Recipe(base, work_folder, files)
+    return Recipe(base_image, work_folder, copied_files)
 
 
 def _instructions(file: Path) -> Iterator[tuple[str, str]]:
-    text = re.sub(r"(?m)^\s*#.*\n", "", text_of(file)).replace("\\\n", " ")
-    for line in text.splitlines():
-        word, _, rest = line.strip().partition(" ")
-        if word:
-            yield word.upper(), rest.strip()
+    dockerfile_text = re.sub(r"(?m)^\s*#.*\n", "", text_of(file)).replace("\\\n", " ")
+    for text_line in dockerfile_text.splitlines():
+        instruction, _, arguments = text_line.strip().partition(" ")
+        if instruction:
+            yield instruction.upper(), arguments.strip()
 
 
 def _copied(file: Path, source: str, target: str, work_folder: str, ignores: Callable[[str], bool]) -> dict[str, Path]:
     """One source of a COPY: a file, or what is in a folder, without what `.dockerignore` leaves out. `target` is an
     absolute path, which ends with a slash if it is a folder."""
-    goal = posixpath.relpath(target, work_folder)
-    context = file.parent.resolve()
-    origin = (context / source.lstrip("/")).resolve()
-    if goal.startswith("..") or not origin.is_relative_to(context) or not origin.exists():
-        hint = f"copies into {work_folder} only, which is the last WORKDIR, and of files beside it"
-        raise ConfigError(str(file), f"COPY {source} {target}", hint)
-    if origin.is_file():
-        if ignores(origin.relative_to(context).as_posix()):
+    relative_goal = posixpath.relpath(target, work_folder)
+    context_folder = file.parent.resolve()
+    origin_path = (context_folder / source.lstrip("/")).resolve()
+    if relative_goal.startswith("..") or not origin_path.is_relative_to(context_folder) or not origin_path.exists():
+        correction = f"copies into {work_folder} only, which is the last WORKDIR, and of files beside it"
+        raise ConfigError(str(file), f"COPY {source} {target}", correction)
+    if origin_path.is_file():
+        if ignores(origin_path.relative_to(context_folder).as_posix()):
             raise ConfigError(str(file), f"COPY {source} {target}", ".dockerignore leaves this file out")
-        into_folder = target.endswith("/") or goal == "."
-        return {posixpath.normpath(posixpath.join(goal, origin.name) if into_folder else goal): origin}
-    inside = [path for path in sorted(origin.rglob("*")) if path.is_file() and path != file.resolve()]
-    included = [path for path in inside if not ignores(path.relative_to(context).as_posix())]
-    return {posixpath.normpath(posixpath.join(goal, path.relative_to(origin).as_posix())): path for path in included}
+        into_folder = target.endswith("/") or relative_goal == "."
+        return {
+            posixpath.normpath(
+                posixpath.join(relative_goal, origin_path.name) if into_folder else relative_goal
+            ): origin_path
+        }
+    inside_paths = [
+        inside_path
+        for inside_path in sorted(origin_path.rglob("*"))
+        if inside_path.is_file() and inside_path != file.resolve()
+    ]
+    included = [
+        inside_path for inside_path in inside_paths if not ignores(inside_path.relative_to(context_folder).as_posix())
+    ]
+    return {
+        posixpath.normpath(posixpath.join(relative_goal, inside_path.relative_to(origin_path).as_posix())): inside_path
+        for inside_path in included
+    }
 
 
 def ignored_by(file: Path) -> Callable[[str], bool]:
     """Whether a path of a Dockerfile's context is left out: by the last line of its `.dockerignore` that matches the
     path or a folder above it. `!` takes back; `*` and `?` stay within a folder, `**` does not."""
     own_rules = file.with_name(f"{file.name}.dockerignore")
-    rules = own_rules if own_rules.is_file() else file.with_name(".dockerignore")
-    lines = text_of(rules).splitlines() if rules.is_file() else []
+    rules_file = own_rules if own_rules.is_file() else file.with_name(".dockerignore")
+    rule_lines = text_of(rules_file).splitlines() if rules_file.is_file() else []
     patterns: list[tuple[re.Pattern[str], bool]] = []
-    for line in (line.strip() for line in lines if not line.startswith("#")):
-        is_kept = line.startswith("!")
-        pattern = posixpath.normpath(line.removeprefix("!").strip()).strip("/") if line.removeprefix("!") else ""
-        if pattern and pattern != ".":
-            patterns.append((re.compile(_regex(pattern) + r"(?:/.*)?"), is_kept))
+    for rule_line in (rule_line.strip() for rule_line in rule_lines if not rule_line.startswith("#")):
+        is_kept = rule_line.startswith("!")
+        path_pattern = (
+            posixpath.normpath(rule_line.removeprefix("!").strip()).strip("/") if rule_line.removeprefix("!") else ""
+        )
+        if path_pattern and path_pattern != ".":
+            patterns.append((re.compile(_regex(path_pattern) + r"(?:/.*)?"), is_kept))
 
     def ignores(path: str) -> bool:
-        matching = [is_kept for pattern, is_kept in patterns if pattern.fullmatch(path)]
+        matching = [keeps_path for path_regex, keeps_path in patterns if path_regex.fullmatch(path)]
         return bool(matching) and not matching[-1]
 
     return ignores
@@ -123,23 +143,23 @@ def ignored_by(file: Path) -> Callable[[str], bool]:
 
 def _regex(pattern: str) -> str:
     """A pattern of `.dockerignore` as a regular expression."""
-    parts: list[str] = []
+    regex_parts: list[str] = []
     position = 0
     while position < len(pattern):
         if pattern.startswith("**/", position):
-            parts.append("(?:.*/)?")
+            regex_parts.append("(?:.*/)?")
             position += 3
         elif pattern.startswith("**", position):
-            parts.append(".*")
+            regex_parts.append(".*")
             position += 2
         elif pattern[position] in "*?":
-            parts.append("[^/]*" if pattern[position] == "*" else "[^/]")
+            regex_parts.append("[^/]*" if pattern[position] == "*" else "[^/]")
             position += 1
-        elif (match := re.compile(r"\[\^?[^\]]+\]").match(pattern, position)) is not None:
-            parts.append(match[0])
-            position = match.end()
+        elif (class_match := re.compile(r"\[\^?[^\]]+\]").match(pattern, position)) is not None:
+            regex_parts.append(class_match[0])
+            position = class_match.end()
         else:
             position += 1 if pattern[position] == "\\" and position + 1 < len(pattern) else 0
-            parts.append(re.escape(pattern[position]))
+            regex_parts.append(re.escape(pattern[position]))
             position += 1
-    return "".join(parts)
+    return "".join(regex_parts)

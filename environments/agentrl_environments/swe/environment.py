@@ -84,72 +84,86 @@ class CodingTasks(ToolEnv):
         **settings: Any,
     ) -> None:
         self.bad_tasks: Sequence[BadTask] = tuple(tasks.bad)
-        kept = _kept(tasks, source, skip)
-        self._tasks, self.task_count = kept, len(kept)
-        self._by_id = {task.id: task for task in kept}
+        playable_tasks = _kept(tasks, source, skip)
+        self._tasks, self.task_count = playable_tasks, len(playable_tasks)
+        self._by_id = {coding_task.id: coding_task for coding_task in playable_tasks}
         positive_seconds("shell_s", shell_s)
         positive_seconds("setup_s", setup_s)
         if isinstance(setup, str):
             raise ConfigError("setup", setup, "give a list of commands")
-        policy = None if network is None else _policy(network)
-        commands = [["sh", "-c", command] for command in setup]
-        self._setup = Setup(commands=commands, timeout_s=setup_s, network=policy)
+        network_policy = None if network is None else _policy(network)
+        setup_commands = [["sh", "-c", setup_command] for setup_command in setup]
+        self._setup = Setup(commands=setup_commands, timeout_s=setup_s, network=network_policy)
         self._sandbox, self._ready = known_backend(sandbox or default_sandbox()), ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(
-            float(getattr(task.grade, "deadline_s", 0.0)) + sum(step.timeout_s for step in task.collect)
-            for task in kept
+            float(getattr(coding_task.grade, "deadline_s", 0.0))
+            + sum(collect_step.timeout_s for collect_step in coding_task.collect)
+            for coding_task in playable_tasks
         )
         self._box_limits = dict(box or {})
         check_limits(self._box_limits, "box")
         self._boxes: SharedBackend | None = None
-        editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
-        looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
-        super().__init__(tools=[*looking, *editing, Submit(self.finish), *tools], **settings)
+        editing_tools = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
+        looking_tools = [
+            ListFiles(self._box),
+            ReadFile(self._box),
+            Search(self._box),
+            Shell(self._box, timeout_s=shell_s),
+        ]
+        super().__init__(tools=[*looking_tools, *editing_tools, Submit(self.finish), *tools], **settings)
         self._all_limits = self.limits  # a task may have a closer one
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         """`{"task": id}`. Raises ConfigError for an id that is not there."""
-        named = options["task"] if "task" in options else self._tasks[self.task_seed() % len(self._tasks)].id
-        if named not in self._by_id:
-            raise ConfigError("task", named, "no task has this id")
-        playing = self._playing = self._by_id[named]
-        bounds = [each for each in (self._all_limits.tool_seconds, playing.tool_seconds) if each is not None]
-        self.limits = dataclasses.replace(self._all_limits, tool_seconds=min(bounds, default=None))
-        return {"task": named}
+        task_id = options["task"] if "task" in options else self._tasks[self.task_seed() % len(self._tasks)].id
+        if task_id not in self._by_id:
+            raise ConfigError("task", task_id, "no task has this id")
+        playing_task = self._playing = self._by_id[task_id]
+        time_bounds = [
+            time_bound
+            for time_bound in (self._all_limits.tool_seconds, playing_task.tool_seconds)
+            if time_bound is not None
+        ]
+        self.limits = dataclasses.replace(self._all_limits, tool_seconds=min(time_bounds, default=None))
+        return {"task": task_id}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
-        boxes = shared(self._sandbox, ready=self._ready)
-        await boxes.enter()
-        self._boxes = boxes
+        shared_boxes = shared(self._sandbox, ready=self._ready)
+        await shared_boxes.enter()
+        self._boxes = shared_boxes
         with self._named():
-            self._box.box = await self._started(boxes)
+            self._box.box = await self._started(shared_boxes)
             self._start = await submitted_files.start_listing(self._box)
 
     async def teardown(self) -> None:
-        boxes, self._boxes = self._boxes, None
-        if boxes is not None:
+        open_boxes, self._boxes = self._boxes, None
+        if open_boxes is not None:
             try:
                 await self._box.close()
             finally:
-                await boxes.leave()
+                await open_boxes.leave()
 
     async def _started(self, boxes: SharedBackend, *, grading: bool = False) -> Sandbox:
         """A box with the task's files as they are at first, for the agent or for grading."""
-        task, other = self._playing, (self._playing.grading if grading else None) or Grading()
-        image, tree = (task.image, task.tree) if other.tree is None else (other.image, other.tree)
-        limits = dataclasses.replace(_LIMITS, **{**task.limits, **other.limits, **self._box_limits})
-        env = {"PYTHONPATH": _PATH, **task.env, **other.env}
-        spec = SandboxSpec(image=image, limits=limits, env=env, covered=tree.covered)
-        box = await boxes.create(spec)
+        coding_task, grading_setup = self._playing, (self._playing.grading if grading else None) or Grading()
+        box_image, work_tree = (
+            (coding_task.image, coding_task.tree)
+            if grading_setup.tree is None
+            else (grading_setup.image, grading_setup.tree)
+        )
+        box_limits = dataclasses.replace(_LIMITS, **{**coding_task.limits, **grading_setup.limits, **self._box_limits})
+        box_env = {"PYTHONPATH": _PATH, **coding_task.env, **grading_setup.env}
+        box_spec = SandboxSpec(image=box_image, limits=box_limits, env=box_env, covered=work_tree.covered)
+        new_box = await boxes.create(box_spec)
         try:
-            await tree.lay(box)
-            await set_up(box, self._setup)
+            await work_tree.lay(new_box)
+            await set_up(new_box, self._setup)
         except BaseException:
             with trio.CancelScope(shield=True):
-                await box.close()
+                await new_box.close()
             raise
-        return box
+        return new_box
 
     def prompt(self, task: Mapping[str, Json]) -> str:
         self.note(task=self._playing.id)
@@ -157,61 +171,61 @@ class CodingTasks(ToolEnv):
 
     async def grade(self) -> Grade:
         """Grade the declared files as the task says, in a box that the agent has not seen."""
-        for command in self._playing.collect:
-            await self._box.exec(["sh", "-c", command.command], timeout_s=command.timeout_s)
+        for collect_step in self._playing.collect:
+            await self._box.exec(["sh", "-c", collect_step.command], timeout_s=collect_step.timeout_s)
         try:
-            work = await submitted_files.work(self._box, self._start, self._playing.declared)
+            agent_work = await submitted_files.work(self._box, self._start, self._playing.declared)
         except submitted_files.WorkRefused as error:
             return _refused(error)
         assert self._boxes is not None
         with self._named():
-            box = await self._started(self._boxes, grading=True)
+            grading_box = await self._started(self._boxes, grading=True)
         try:
             if self._playing.hidden:
                 with self._named():
-                    await apply_patch(box, self._playing.hidden)
+                    await apply_patch(grading_box, self._playing.hidden)
             try:
-                await work.lay(box)
-                grade = await self._playing.grade(box, self._boxes)
+                await agent_work.lay(grading_box)
+                work_grade = await self._playing.grade(grading_box, self._boxes)
             except SandboxPathError as error:  # the work left no room for the grading, or a file where a folder is due
                 return _refused(error)
         finally:
             with trio.CancelScope(shield=True):
-                await box.close()
-        if work.left_behind:
-            names = [path[:200] for path in work.left_behind[:_NAMED]]
-            return dataclasses.replace(grade, info={**grade.info, "left_behind": names})
-        return grade
+                await grading_box.close()
+        if agent_work.left_behind:
+            left_names = [left_path[:200] for left_path in agent_work.left_behind[:_NAMED]]
+            return dataclasses.replace(work_grade, info={**work_grade.info, "left_behind": left_names})
+        return work_grade
 
     @contextmanager
     def _named(self) -> Generator[None]:
         """Errors of a task's image, files and patches name the task."""
-        task = f"task {self._playing.id}"
+        task_name = f"task {self._playing.id}"
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(f"{task}, {error.field}", error.value, error.hint) from error
+            raise ConfigError(f"{task_name}, {error.field}", error.value, error.hint) from error
         except (SandboxUnavailable, SandboxLost) as error:
-            raise type(error)(f"{task}: {error}") from error
+            raise type(error)(f"{task_name}: {error}") from error
         except SandboxError as error:
-            raise SandboxError(f"{task}: {error}") from error
+            raise SandboxError(f"{task_name}: {error}") from error
 
     def oracles(self) -> list[Oracle]:
-        submit = self.call("submit")
-        oracles = [Oracle("no-op", 0.0, script(submit))]
+        submit_call = self.call("submit")
+        all_oracles = [Oracle("no-op", 0.0, script(submit_call))]
         if self._playing.gold:
-            oracles.insert(0, Oracle("gold", 1.0, script(self._acted(self._playing.gold), submit)))
-        for name, acts in self._playing.cheats.items():
-            oracles.append(Oracle(name, 0.0, script(self._acted(acts), submit), cheats=True))
-        return oracles
+            all_oracles.insert(0, Oracle("gold", 1.0, script(self._acted(self._playing.gold), submit_call)))
+        for cheat_name, cheat_acts in self._playing.cheats.items():
+            all_oracles.append(Oracle(cheat_name, 0.0, script(self._acted(cheat_acts), submit_call), cheats=True))
+        return all_oracles
 
     def cheats(self) -> list[Oracle]:
         """Cheap attacks that any task may be open to, for `agentrl validate --out`."""
-        submit = self.call("submit")
-        panel = task_checks.panel(self._playing)
+        submit_call = self.call("submit")
+        attack_panel = task_checks.panel(self._playing)
         return [
-            Oracle(name, 0.0, script(self._acted(acts), submit), cheats=name not in NO_WORK)
-            for name, acts in panel.items()
+            Oracle(attack_name, 0.0, script(self._acted(attack_acts), submit_call), cheats=attack_name not in NO_WORK)
+            for attack_name, attack_acts in attack_panel.items()
         ]
 
     async def task_findings(self) -> list[Finding]:
@@ -224,11 +238,11 @@ class CodingTasks(ToolEnv):
         return None if deadline_s is None else float(deadline_s)
 
     def task_texts(self) -> list[TaskText]:
-        return [TaskText(task.id, task.instruction) for task in self._tasks]
+        return [TaskText(coding_task.id, coding_task.instruction) for coding_task in self._tasks]
 
     def _acted(self, acts: Sequence[Act]) -> str:
         arguments = {"shell": "command", "apply_patch": "patch"}
-        return "".join(self.call(act.tool, **{arguments[act.tool]: act.argument}) for act in acts)
+        return "".join(self.call(next_act.tool, **{arguments[next_act.tool]: next_act.argument}) for next_act in acts)
 
 
 def _refused(error: PolicyFault) -> Grade:
@@ -259,23 +273,25 @@ class SWE(CodingTasks):
         **settings: Any,
     ) -> None:
         positive_seconds("tests_s", tests_s)
-        ours = _HERE.parent / "repositories" if tasks is None else None
-        defaults = jsonl.RowDefaults(
+        own_repositories = _HERE.parent / "repositories" if tasks is None else None
+        row_defaults = jsonl.RowDefaults(
             patch_is=patch_is,
             test_command=test_command,
             tests_s=tests_s,
             image=image,
             in_image=in_image,
-            repositories=Path(repositories) if repositories else ours,
+            repositories=Path(repositories) if repositories else own_repositories,
             apart=tasks is None if apart is None else apart,
         )
-        source = tasks or str(_HERE / "tasks.jsonl")
-        if not source.startswith("hf:"):
-            _existing(Path(source), Path.is_file, "give a file of rows, such as tasks.jsonl, or hf:NAME:SPLIT")
-        self.needs_step_by = "" if defaults.apart else "tests_s"
-        files = [Path(source), defaults.repositories]
-        self.task_files = [path for path in files if path is not None and path.exists()]
-        super().__init__(tasks=jsonl.load(source, defaults), source=source, **settings)
+        rows_source = tasks or str(_HERE / "tasks.jsonl")
+        if not rows_source.startswith("hf:"):
+            _existing(Path(rows_source), Path.is_file, "give a file of rows, such as tasks.jsonl, or hf:NAME:SPLIT")
+        self.needs_step_by = "" if row_defaults.apart else "tests_s"
+        source_paths = [Path(rows_source), row_defaults.repositories]
+        self.task_files = [
+            source_path for source_path in source_paths if source_path is not None and source_path.exists()
+        ]
+        super().__init__(tasks=jsonl.load(rows_source, row_defaults), source=rows_source, **settings)
 
 
 class Harbor(CodingTasks):
@@ -301,16 +317,20 @@ class Harbor(CodingTasks):
     ) -> None:
         if isinstance(host_env, str):
             raise ConfigError("host_env", host_env, "give a list of names")
-        defaults = harbor.HarborDefaults(
+        harbor_defaults = harbor.HarborDefaults(
             images=images or {},
             image=image,
             use_base=(sandbox or default_sandbox()) not in _WALL_LESS,
             host_env=host_env,
             shared_verifier=shared_verifier,
         )
-        folder = _existing(Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks")
-        self.task_files = [folder]
-        super().__init__(tasks=harbor.load(folder, defaults), source=str(folder), sandbox=sandbox, **settings)
+        tasks_folder = _existing(
+            Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks"
+        )
+        self.task_files = [tasks_folder]
+        super().__init__(
+            tasks=harbor.load(tasks_folder, harbor_defaults), source=str(tasks_folder), sandbox=sandbox, **settings
+        )
 
 
 def _policy(network: Mapping[str, Any]) -> NetworkPolicy:
@@ -323,45 +343,50 @@ def _policy(network: Mapping[str, Any]) -> NetworkPolicy:
 def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
     """The tasks to play. Says what is left out, and why; raises ConfigError if nothing is left."""
     if tasks.bad:
-        first = tasks.bad[0]
+        first_bad = tasks.bad[0]
         if not tasks.tasks:
-            raise ConfigError("tasks", source, f"none of its {len(tasks.bad)} tasks can be played: {first.reason}")
+            raise ConfigError("tasks", source, f"none of its {len(tasks.bad)} tasks can be played: {first_bad.reason}")
         notices.note(
             "coding tasks",
             f"{len(tasks.bad)} of {len(tasks.bad) + len(tasks.tasks)} tasks cannot be played and are left out: "
-            f"{first.reason}{' …' if tasks.bad[1:] else ''}. agentrl validate lists all",
+            f"{first_bad.reason}{' …' if tasks.bad[1:] else ''}. agentrl validate lists all",
             place=source,
         )
     if not tasks.tasks:
         raise ConfigError("tasks", source, "there is no task in this place")
     if skip is None:
         return tasks.tasks
-    left_out = _skipped(skip)
-    kept = [task for task in tasks.tasks if task.id not in left_out]
-    if not kept:
+    left_out_ids = _skipped(skip)
+    kept_tasks = [coding_task for coding_task in tasks.tasks if coding_task.id not in left_out_ids]
+    if not kept_tasks:
         raise ConfigError("skip", skip, f"it leaves out all {len(tasks.tasks)} tasks")
-    counted = [left_out[task.id] for task in tasks.tasks if left_out.get(task.id, (0, 0))[1]]
-    absent = f": logs of their gold patches lack {sum(a for a, _ in counted)} of {sum(n for _, n in counted)} test ids"
-    dropped = f"{len(tasks.tasks) - len(kept)} of {len(tasks.tasks)} tasks are left out by {skip}"
-    log.warning("%s: %s%s", source, dropped, absent if counted else "")  # no notice: the user asked for it
-    return kept
+    counted_ids = [
+        left_out_ids[coding_task.id] for coding_task in tasks.tasks if left_out_ids.get(coding_task.id, (0, 0))[1]
+    ]
+    lacking_count = sum(lacking for lacking, _ in counted_ids)
+    listed_count = sum(listed for _, listed in counted_ids)
+    absent_words = f": logs of their gold patches lack {lacking_count} of {listed_count} test ids"
+    dropped_words = f"{len(tasks.tasks) - len(kept_tasks)} of {len(tasks.tasks)} tasks are left out by {skip}"
+    # No notice: the user asked for it.
+    log.warning("%s: %s%s", source, dropped_words, absent_words if counted_ids else "")
+    return kept_tasks
 
 
 def _skipped(skip: str) -> dict[str, tuple[int, int]]:
     """Read a file of tasks to leave out: by task, how many test ids a log of the gold patch lacks, of how many."""
-    skipped: dict[str, tuple[int, int]] = {}
-    for number, line in enumerate(text_of(Path(skip)).splitlines(), 1):
-        if not line.strip():
+    skipped_tasks: dict[str, tuple[int, int]] = {}
+    for line_number, skip_line in enumerate(text_of(Path(skip)).splitlines(), 1):
+        if not skip_line.strip():
             continue
-        if not line.lstrip().startswith("{"):
-            skipped[line.strip()] = (0, 0)
+        if not skip_line.lstrip().startswith("{"):
+            skipped_tasks[skip_line.strip()] = (0, 0)
             continue
         try:
-            row = json.loads(line)
-            skipped[str(row["task"])] = (int(row.get("absent", 0)), int(row.get("tests", 0)))
+            skip_row = json.loads(skip_line)
+            skipped_tasks[str(skip_row["task"])] = (int(skip_row.get("absent", 0)), int(skip_row.get("tests", 0)))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"skip, {skip}:{number}", line[:80], 'give an id, or {"task": id}') from error
-    return skipped
+            raise ConfigError(f"skip, {skip}:{line_number}", skip_line[:80], 'give an id, or {"task": id}') from error
+    return skipped_tasks
 
 
 def _existing(path: Path, exists: Callable[[Path], bool], hint: str) -> Path:

@@ -73,25 +73,25 @@ class HiddenTests:
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         """Raises HostBusy, see `agentrl.sandbox.graded_time`."""
-        result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
-        reason = self._not_whole(result)
-        text = "" if reason else result.stdout.decode(errors="replace")
+        exec_result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
+        not_whole = self._not_whole(exec_result)
+        log_text = "" if not_whole else exec_result.stdout.decode(errors="replace")
 
         def judge() -> tuple[Log, Grade]:
-            log = read_log(text)
-            return log, graded(log, self.fails, self.passes, exit_code=result.exit_code)
+            test_log = read_log(log_text)
+            return test_log, graded(test_log, self.fails, self.passes, exit_code=exec_result.exit_code)
 
-        log, grade = await trio.to_thread.run_sync(judge)  # a long log must not hold up the other episodes
-        grade = dataclasses.replace(grade, info={**grade.info, "grader_exit": result.exit_code})
-        if reason:
-            return dataclasses.replace(grade, info={**grade.info, "not_graded": reason})
-        self.matches.count(log, grade, self.fails[0])
-        for name, words in _UNKNOWN.items():
-            if name in grade.info:
-                notices.note("test logs", words, place=f"the tests of {self.fails[0][:200]}", by_policy=True)
-        if grade.info["absent"]:  # for people who look why: the end of what the run printed
-            return dataclasses.replace(grade, info={**grade.info, "test_output": text.strip()[-_TAIL:]})
-        return grade
+        test_log, tests_grade = await trio.to_thread.run_sync(judge)  # a long log must not hold up the other episodes
+        tests_grade = dataclasses.replace(tests_grade, info={**tests_grade.info, "grader_exit": exec_result.exit_code})
+        if not_whole:
+            return dataclasses.replace(tests_grade, info={**tests_grade.info, "not_graded": not_whole})
+        self.matches.count(test_log, tests_grade, self.fails[0])
+        for info_key, notice_text in _UNKNOWN.items():
+            if info_key in tests_grade.info:
+                notices.note("test logs", notice_text, place=f"the tests of {self.fails[0][:200]}", by_policy=True)
+        if tests_grade.info["absent"]:  # for people who look why: the end of what the run printed
+            return dataclasses.replace(tests_grade, info={**tests_grade.info, "test_output": log_text.strip()[-_TAIL:]})
+        return tests_grade
 
     def _not_whole(self, result: ExecResult) -> str:
         """Why a test run has no log that could be read, empty where it has."""
@@ -122,12 +122,12 @@ class Matches:
         self.over = self.over or grade.info["absent"] != grade.info["tests"]
         if not self.over and self.runs >= _UNMATCHED:
             self.over = True
-            seen = min(log.passed | log.others, default="")
-            heard = f"the log has {seen[:100]!r}" if seen else "the log names no test at all"
+            seen_name = min(log.passed | log.others, default="")
+            seen_words = f"the log has {seen_name[:100]!r}" if seen_name else "the log names no test at all"
             notices.note(
                 "test logs",
                 f"{self.source}: none of the listed test ids stands in the log of any of the first {self.runs} test "
-                f"runs, so all of them got 0: {test[:100]!r} is listed, {heard}. See test_command, and run "
+                f"runs, so all of them got 0: {test[:100]!r} is listed, {seen_words}. See test_command, and run "
                 "agentrl validate",
                 by_policy=True,  # sources that end each test run would do the same
             )
@@ -154,28 +154,33 @@ def load(source: str, defaults: RowDefaults) -> TaskSet:
     """The tasks of JSON lines, or of whatever else `agentrl.env.datasets.read_rows` reads: Parquet, `hf:NAME`. A row
     that makes no task is bad for itself alone. Raises ConfigError, UsageError where nothing can be read."""
     task_set = TaskSet()
-    matches = _MATCHES.setdefault(source, Matches(source))
-    odd: list[str] = []
-    tests = 0
+    source_matches = _MATCHES.setdefault(source, Matches(source))
+    odd_names: list[str] = []
+    test_count = 0
 
     def make(where: str, raw: bytes | Mapping[str, Any]) -> CodingTask:
-        row = _row(where, raw) if isinstance(raw, bytes) else raw
-        return task_of(row, defaults, f"{where} ({row['instance_id']})" if "instance_id" in row else where, matches)
+        row_object = _row(where, raw) if isinstance(raw, bytes) else raw
+        return task_of(
+            row_object,
+            defaults,
+            f"{where} ({row_object['instance_id']})" if "instance_id" in row_object else where,
+            source_matches,
+        )
 
     with notices.gathered():
-        for where, raw in _rows(source):
-            task_set.add(where, lambda where=where, raw=raw: make(where, raw))
-    for task in task_set.tasks:
-        if isinstance(task.grade, HiddenTests):
-            ids = [*task.grade.fails, *task.grade.passes]
-            tests += len(ids)
-            odd += [f"{task.id}: {id}" for id in ids if not is_name(id)]
-    if odd:
+        for row_place, raw_row in _rows(source):
+            task_set.add(row_place, lambda where=row_place, raw=raw_row: make(where, raw))
+    for coding_task in task_set.tasks:
+        if isinstance(coding_task.grade, HiddenTests):
+            test_ids = [*coding_task.grade.fails, *coding_task.grade.passes]
+            test_count += len(test_ids)
+            odd_names += [f"{coding_task.id}: {test_id}" for test_id in test_ids if not is_name(test_id)]
+    if odd_names:
         notices.note(
             "rows of coding tasks",
-            f"{len(odd)} of {tests} test ids are no names of tests. They are looked for among docstrings and names cut "
-            "at a blank; agentrl validate says which a log of the gold patch lacks",
-            place=f"{source}, as {odd[0][:200]!r}",
+            f"{len(odd_names)} of {test_count} test ids are no names of tests. They are looked for among docstrings "
+            "and names cut at a blank; agentrl validate says which a log of the gold patch lacks",
+            place=f"{source}, as {odd_names[0][:200]!r}",
         )
     return task_set
 
@@ -183,118 +188,132 @@ def load(source: str, defaults: RowDefaults) -> TaskSet:
 def _rows(source: str) -> Iterator[tuple[str, bytes | Mapping[str, Any]]]:
     """The rows with their places; those of JSON lines still to be read, so that each can fail for itself."""
     if not source.endswith(".jsonl") or source.startswith("hf:"):
-        yield from ((f"{source}, row {number}", row) for number, row in enumerate(read_rows(source), 1))
+        yield from (
+            (f"{source}, row {row_number}", read_row) for row_number, read_row in enumerate(read_rows(source), 1)
+        )
         return
-    file = Path(source)
+    rows_file = Path(source)
     try:
-        data = file.read_bytes()
+        file_bytes = rows_file.read_bytes()
     except OSError as error:
         raise ConfigError("tasks", source, f"cannot be read: {error.strerror}") from error
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if line.strip():
-            yield f"{file.name}:{number}", line
+    for row_number, row_line in enumerate(file_bytes.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if row_line.strip():
+            yield f"{rows_file.name}:{row_number}", row_line
 
 
 def _row(where: str, line: bytes) -> Mapping[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row_object = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        wrong = line[error.start : error.end]
-        raise ConfigError(where, wrong, f"no UTF-8 at byte {error.start} of the line") from error
+        wrong_bytes = line[error.start : error.end]
+        raise ConfigError(where, wrong_bytes, f"no UTF-8 at byte {error.start} of the line") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(where, line[:40].decode(errors="replace"), f"no JSON: {error}") from error
-    if not isinstance(row, dict):
+    if not isinstance(row_object, dict):
         raise ConfigError(where, line[:40].decode(errors="replace"), "a row is a JSON object")
-    return cast("dict[str, Any]", row)
+    return cast("dict[str, Any]", row_object)
 
 
 def task_of(
     row: Mapping[str, Any], defaults: RowDefaults, where: str = "row", matches: Matches | None = None
 ) -> CodingTask:
     """The task of a row. Raises ConfigError that says what the row lacks."""
-    for key in sorted(row.keys() - _READ - _FACTS):
+    for unknown_key in sorted(row.keys() - _READ - _FACTS):
         # Sets that bring a script or a parser of their own are graded otherwise than their authors meant.
-        if row[key] not in (None, "", [], {}):
-            notices.note("rows of coding tasks", f"the key {key!r} is not used", place=where)
-    for name in ("instance_id", "repo", "problem_statement", "patch"):
-        if not isinstance(row.get(name), str):
-            raise ConfigError(f"{where}.{name}", row.get(name), "a row needs this text")
-    for name in ("test_patch", "test_command", "patch_is", *_IMAGES):
-        if row.get(name) is not None and not isinstance(row[name], str):
-            raise ConfigError(f"{where}.{name}", row[name], "give a text, or leave it out")
-    fails = _tests(row, "FAIL_TO_PASS", where)
-    if not fails:
+        if row[unknown_key] not in (None, "", [], {}):
+            notices.note("rows of coding tasks", f"the key {unknown_key!r} is not used", place=where)
+    for text_key in ("instance_id", "repo", "problem_statement", "patch"):
+        if not isinstance(row.get(text_key), str):
+            raise ConfigError(f"{where}.{text_key}", row.get(text_key), "a row needs this text")
+    for text_key in ("test_patch", "test_command", "patch_is", *_IMAGES):
+        if row.get(text_key) is not None and not isinstance(row[text_key], str):
+            raise ConfigError(f"{where}.{text_key}", row[text_key], "give a text, or leave it out")
+    failing_tests = _tests(row, "FAIL_TO_PASS", where)
+    if not failing_tests:
         raise ConfigError(f"{where}.FAIL_TO_PASS", [], "name at least one test, or doing nothing solves the task")
-    test_patch = row.get("test_patch") or ""
-    hidden = _paths(test_patch, f"{where}.test_patch") if test_patch else frozenset[str]()
+    hidden_patch = row.get("test_patch") or ""
+    hidden_paths = _paths(hidden_patch, f"{where}.test_patch") if hidden_patch else frozenset[str]()
     patch_is = dataclasses.replace(defaults, patch_is=row.get("patch_is") or defaults.patch_is).patch_is
-    patch = row["patch"]
-    _paths(patch, f"{where}.patch")
-    image = next((row[name] for name in _IMAGES if row.get(name)), defaults.image) or _official_image(row, defaults)
-    tree = _tree(row["repo"], image, defaults, where)
+    gold_patch = row["patch"]
+    _paths(gold_patch, f"{where}.patch")
+    box_image = next((row[text_key] for text_key in _IMAGES if row.get(text_key)), defaults.image) or _official_image(
+        row, defaults
+    )
+    work_tree = _tree(row["repo"], box_image, defaults, where)
     if patch_is == "bug":
-        if tree.in_image is not None:
+        if work_tree.in_image is not None:
             raise ConfigError(
                 f"{where}.patch_is",
                 "bug",
-                f"the agent could read the whole sources in {tree.in_image} of the image: give repositories=",
+                f"the agent could read the whole sources in {work_tree.in_image} of the image: give repositories=",
             )
-        tree = dataclasses.replace(tree, patches=(patch,))
-    patterns = row.get("sources")
-    in_sources = matching(patterns, f"{where}.sources") if patterns else is_source
+        work_tree = dataclasses.replace(work_tree, patches=(gold_patch,))
+    source_patterns = row.get("sources")
+    in_sources = matching(source_patterns, f"{where}.sources") if source_patterns else is_source
 
     def declared(path: str, start: Set[str]) -> bool:
-        return path not in hidden and in_sources(path, start)
+        return path not in hidden_paths and in_sources(path, start)
 
-    files = " ".join(shlex.quote(path) for path in sorted(hidden))
-    command = (row.get("test_command") or defaults.test_command).replace("{tests}", files)
-    passes = _tests(row, "PASS_TO_PASS", where)
-    apart = row.get("apart", defaults.apart)
-    if not isinstance(apart, bool):
-        raise ConfigError(f"{where}.apart", apart, "give true or false")
-    hidden_tests = HiddenTests(command, fails, passes, defaults.tests_s, matches or Matches(where))
-    grading = ApartTests(fails, passes, image) if apart else hidden_tests
-    fix = patch if patch_is == "fix" else reversed_patch(patch)
+    quoted_paths = " ".join(shlex.quote(hidden_path) for hidden_path in sorted(hidden_paths))
+    tests_command = (row.get("test_command") or defaults.test_command).replace("{tests}", quoted_paths)
+    passing_tests = _tests(row, "PASS_TO_PASS", where)
+    is_apart = row.get("apart", defaults.apart)
+    if not isinstance(is_apart, bool):
+        raise ConfigError(f"{where}.apart", is_apart, "give true or false")
+    hidden_tests = HiddenTests(tests_command, failing_tests, passing_tests, defaults.tests_s, matches or Matches(where))
+    task_grading = ApartTests(failing_tests, passing_tests, box_image) if is_apart else hidden_tests
+    gold_fix = gold_patch if patch_is == "fix" else reversed_patch(gold_patch)
     return CodingTask(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",
-        tree=tree,
+        tree=work_tree,
         declared=declared,
-        grade=grading,
-        image=image,
-        hidden=test_patch,
-        secrets=(Secret(kind="solution", diff=fix), *([Secret(kind="tests", diff=test_patch)] if test_patch else [])),
-        gold=(Act.patch(fix),),
+        grade=task_grading,
+        image=box_image,
+        hidden=hidden_patch,
+        secrets=(
+            Secret(kind="solution", diff=gold_fix),
+            *([Secret(kind="tests", diff=hidden_patch)] if hidden_patch else []),
+        ),
+        gold=(Act.patch(gold_fix),),
         cheats={"delete the tests": (Act.shell(r"find . -name 'test*' -prune -exec rm -rf {} +"),)},
     )
 
 
 def _official_image(row: Mapping[str, Any], defaults: RowDefaults) -> str | None:
     """SWE-bench's own image of its rows, which name none. Registries take no double underscore in a name."""
-    if defaults.repositories is not None or not all(isinstance(row.get(name), str) for name in _OF_SWE_BENCH):
+    if defaults.repositories is not None or not all(isinstance(row.get(row_key), str) for row_key in _OF_SWE_BENCH):
         return None
     return f"swebench/sweb.eval.x86_64.{row['instance_id'].lower().replace('__', '_1776_')}:latest"
 
 
 def _tests(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
-    tests = row.get(name) or []
-    if isinstance(tests, str):
+    listed_tests = row.get(name) or []
+    if isinstance(listed_tests, str):
         try:
-            tests = json.loads(tests)
+            listed_tests = json.loads(listed_tests)
         except ValueError as error:
-            raise ConfigError(f"{where}.{name}", tests[:40], "give a list of tests, or JSON of one") from error
-    if not isinstance(tests, list) or not all(isinstance(test, str) for test in cast("list[Any]", tests)):
-        raise ConfigError(f"{where}.{name}", str(cast(Any, tests))[:40], "give a list of tests, or JSON of one")
-    return tuple(canonical(test) for test in cast("Sequence[str]", tests))
+            raise ConfigError(f"{where}.{name}", listed_tests[:40], "give a list of tests, or JSON of one") from error
+    if not isinstance(listed_tests, list) or not all(
+        isinstance(test_name, str) for test_name in cast("list[Any]", listed_tests)
+    ):
+        raise ConfigError(f"{where}.{name}", str(cast(Any, listed_tests))[:40], "give a list of tests, or JSON of one")
+    return tuple(canonical(test_name) for test_name in cast("Sequence[str]", listed_tests))
 
 
 def _paths(patch: str, where: str) -> frozenset[str]:
     """The files that a diff names. Raises ConfigError where it is none."""
     try:
-        changes = parse_patch(patch)
+        file_patches = parse_patch(patch)
     except ToolError as error:
         raise ConfigError(where, patch.partition("\n")[0], str(error)) from error
-    return frozenset(path for change in changes for path in (change.old, change.new) if path is not None)
+    return frozenset(
+        file_path
+        for file_patch in file_patches
+        for file_path in (file_patch.old, file_patch.new)
+        if file_path is not None
+    )
 
 
 def _tree(repo: str, image: str | None, defaults: RowDefaults, where: str) -> WorkTree:
@@ -304,12 +323,12 @@ def _tree(repo: str, image: str | None, defaults: RowDefaults, where: str) -> Wo
                 f"{where}.image_name", None, "name an image that has the repository, or give repositories="
             )
         return WorkTree(in_image=defaults.in_image)
-    names = (repo, repo.replace("/", "__"), repo.split("/")[-1])
-    for name in names:
-        parts = Path(name).parts
-        stays = bool(parts) and not {"..", "/"} & set(
-            parts
+    folder_names = (repo, repo.replace("/", "__"), repo.split("/")[-1])
+    for folder_name in folder_names:
+        path_parts = Path(folder_name).parts
+        is_inside = bool(path_parts) and not {"..", "/"} & set(
+            path_parts
         )  # rows are other people's, and what lies here goes into boxes
-        if stays and (folder := defaults.repositories / name).is_dir():
-            return WorkTree(folder=folder)
-    raise ConfigError(f"{where}.repo", repo, f"{defaults.repositories} has no folder {' or '.join(names)}")
+        if is_inside and (repository_folder := defaults.repositories / folder_name).is_dir():
+            return WorkTree(folder=repository_folder)
+    raise ConfigError(f"{where}.repo", repo, f"{defaults.repositories} has no folder {' or '.join(folder_names)}")

@@ -39,41 +39,41 @@ def verdict(line: str) -> TestVerdict | None:
     """Read a line without colours; None for a line of none of these runners."""
     if len(line) > _LONGEST:
         return None
-    text = line.strip()
+    line_text = line.strip()
     if line.startswith("test ") and " ... " in line:
-        name, _, status = line[5:].rpartition(" ... ")
-        status = status.split(",")[0]
-        return TestVerdict(name, _CARGO[status]) if status in _CARGO else None
-    if (match := _GO.match(line)) is not None:
-        return TestVerdict(match[2], {"PASS": True, "FAIL": False, "SKIP": None}[match[1]])
-    if (match := _TAP.match(line)) is not None:
-        return _tap(match[1] == "ok", match[2])
-    mark, _, name = text.partition(" ")
-    if mark in _MARKS and name:
-        return _marked(_MARKS[mark], name)
-    if mark in _LEFT_OUT and name:
-        return TestVerdict(_plain(name.partition(" # ")[0].removeprefix("skipped ").removeprefix("todo ")), None)
-    if (match := _NUMBERED.match(line)) is not None:
-        return TestVerdict(match[1].removesuffix(":"), False)
-    if (match := _FILE.match(line)) is not None:
-        return TestVerdict(match[2], match[1] == "PASS")
+        test_name, _, status_word = line[5:].rpartition(" ... ")
+        status_word = status_word.split(",")[0]
+        return TestVerdict(test_name, _CARGO[status_word]) if status_word in _CARGO else None
+    if (line_match := _GO.match(line)) is not None:
+        return TestVerdict(line_match[2], {"PASS": True, "FAIL": False, "SKIP": None}[line_match[1]])
+    if (line_match := _TAP.match(line)) is not None:
+        return _tap(line_match[1] == "ok", line_match[2])
+    status_mark, _, test_name = line_text.partition(" ")
+    if status_mark in _MARKS and test_name:
+        return _marked(_MARKS[status_mark], test_name)
+    if status_mark in _LEFT_OUT and test_name:
+        return TestVerdict(_plain(test_name.partition(" # ")[0].removeprefix("skipped ").removeprefix("todo ")), None)
+    if (line_match := _NUMBERED.match(line)) is not None:
+        return TestVerdict(line_match[1].removesuffix(":"), False)
+    if (line_match := _FILE.match(line)) is not None:
+        return TestVerdict(line_match[2], line_match[1] == "PASS")
     return None
 
 
 def _tap(good: bool, text: str) -> TestVerdict | None:
     """A point of TAP. One that is to be done may fail: it counts as kept, as an expected failure of pytest does."""
-    name, _, directive = text.partition(" # ")
-    word = directive.strip().split(" ")[0].upper()
-    if not name.strip():
+    test_name, _, directive = text.partition(" # ")
+    directive_word = directive.strip().split(" ")[0].upper()
+    if not test_name.strip():
         return None
-    return TestVerdict(name.strip(), None if word == "SKIP" else good or word == "TODO")
+    return TestVerdict(test_name.strip(), None if directive_word == "SKIP" else good or directive_word == "TODO")
 
 
 def _marked(good: bool, text: str) -> TestVerdict:
-    name, _, directive = text.partition(" # ")
-    word = directive.strip().split(" ")[0].upper()
-    name = _plain(name).removeprefix("[fail]: ")  # AVA's
-    return TestVerdict(name, None if word == "SKIP" else good or word == "TODO")
+    test_name, _, directive = text.partition(" # ")
+    directive_word = directive.strip().split(" ")[0].upper()
+    test_name = _plain(test_name).removeprefix("[fail]: ")  # AVA's
+    return TestVerdict(test_name, None if directive_word == "SKIP" else good or directive_word == "TODO")
 
 
 def _plain(name: str) -> str:

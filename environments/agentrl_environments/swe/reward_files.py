@@ -42,86 +42,94 @@ def rewards_of(
 ) -> VerifierRewards:
     """The rewards of the two files, None for one that is not there. `weighted` are the parts that decide if a task
     gives weights; then all others are remarks."""
-    faults: list[str] = []
+    all_faults: list[str] = []
     if in_json is not None:
         try:
-            document: Any = json.loads(in_json, object_pairs_hook=_once)
+            json_document: Any = json.loads(in_json, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            faults.append(f"reward.json is not JSON ({error}), so reward.txt counts"[:200])
+            all_faults.append(f"reward.json is not JSON ({error}), so reward.txt counts"[:200])
         else:
-            parts = _parts(document, weighted or {}, faults)
-            other = None if in_text is None else _number(_text(in_text), "reward.txt", faults)
-            if parts and other is not None and (reward := total(parts, weighted or {})) != other:
-                faults.append(f"reward.json says {reward:g} and reward.txt {other:g}: reward.json counts")
-            return VerifierRewards(parts, tuple(faults))
+            json_parts = _parts(json_document, weighted or {}, all_faults)
+            text_reward = None if in_text is None else _number(_text(in_text), "reward.txt", all_faults)
+            if (
+                json_parts
+                and text_reward is not None
+                and (json_reward := total(json_parts, weighted or {})) != text_reward
+            ):
+                all_faults.append(
+                    f"reward.json says {json_reward:g} and reward.txt {text_reward:g}: reward.json counts"
+                )
+            return VerifierRewards(json_parts, tuple(all_faults))
     if in_text is None:
-        return VerifierRewards({}, (*faults, "the verifier left no reward file"))
-    number = _number(_text(in_text), "reward.txt", faults)
-    return VerifierRewards({} if number is None else {"reward": number}, tuple(faults))
+        return VerifierRewards({}, (*all_faults, "the verifier left no reward file"))
+    sole_reward = _number(_text(in_text), "reward.txt", all_faults)
+    return VerifierRewards({} if sole_reward is None else {"reward": sole_reward}, tuple(all_faults))
 
 
 def total(parts: Mapping[str, float], weighted: Mapping[str, float]) -> float:
     """The one number of several parts: their weighted sum if a task gives weights, else `reward`, else their mean."""
     if weighted:
-        return sum(weight * parts.get(name, 0.0) for name, weight in weighted.items())
+        return sum(part_weight * parts.get(part_name, 0.0) for part_name, part_weight in weighted.items())
     return parts.get("reward", math.fsum(parts.values()) / max(len(parts), 1))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
+    values_by_key = dict(pairs)
+    if len(values_by_key) < len(pairs):
         raise ValueError("a key stands twice in an object")
-    return values
+    return values_by_key
 
 
 def _parts(document: Any, weighted: Mapping[str, float], faults: list[str]) -> dict[str, float]:
     if not isinstance(document, dict):
-        number = _number(document, "reward.json", faults)
-        return {} if number is None else {"reward": number}
-    values = cast("dict[str, Any]", document)
-    if len(values) > _PARTS:
-        faults.append(f"reward.json has {len(values)} parts: at most {_PARTS} are read, so there is no reward")
+        part_reward = _number(document, "reward.json", faults)
+        return {} if part_reward is None else {"reward": part_reward}
+    document_parts = cast("dict[str, Any]", document)
+    if len(document_parts) > _PARTS:
+        faults.append(f"reward.json has {len(document_parts)} parts: at most {_PARTS} are read, so there is no reward")
         return {}
-    numbers: dict[str, float] = {}
-    missing: list[str] = []
-    for name, value in values.items():
-        number = _number(value, f"the part {name[:_NAME]!r} of reward.json", faults)
-        if number is None:
-            missing.append(name)
+    reward_parts: dict[str, float] = {}
+    missing_parts: list[str] = []
+    for part_name, part_value in document_parts.items():
+        part_reward = _number(part_value, f"the part {part_name[:_NAME]!r} of reward.json", faults)
+        if part_reward is None:
+            missing_parts.append(part_name)
         else:
-            numbers[name[:_NAME]] = number
-    decide = weighted.keys() if weighted else {"reward"} if "reward" in values else values.keys()
-    if not values:
+            reward_parts[part_name[:_NAME]] = part_reward
+    deciding_parts = (
+        weighted.keys() if weighted else {"reward"} if "reward" in document_parts else document_parts.keys()
+    )
+    if not document_parts:
         faults.append("reward.json has no parts")
-    if any(name in decide for name in missing):
+    if any(part_name in deciding_parts for part_name in missing_parts):
         faults.append("a part that decides is no number, so there is no reward")
         return {}
-    return numbers
+    return reward_parts
 
 
 def _number(value: Any, where: str, faults: list[str]) -> float | None:
     """A finite number; None, and a fault, for anything else."""
     if isinstance(value, str):
-        if (percent := _PERCENT.fullmatch(value)) is not None:
-            faults.append(f"{where} is the text {value.strip()!r}: it counts as {float(percent[1]) / 100:g}")
-            return float(percent[1]) / 100
+        if (percent_match := _PERCENT.fullmatch(value)) is not None:
+            faults.append(f"{where} is the text {value.strip()!r}: it counts as {float(percent_match[1]) / 100:g}")
+            return float(percent_match[1]) / 100
         try:
-            number = float(value)
+            finite_number = float(value)
         except ValueError:
-            number = math.nan
-        if math.isfinite(number) and where != "reward.txt":
-            faults.append(f"{where} is the text {value.strip()!r}: it counts as {number:g}"[:200])
+            finite_number = math.nan
+        if math.isfinite(finite_number) and where != "reward.txt":
+            faults.append(f"{where} is the text {value.strip()!r}: it counts as {finite_number:g}"[:200])
     elif isinstance(value, int | float):
         try:
-            number = float(value)
+            finite_number = float(value)
         except OverflowError:
-            number = math.inf
+            finite_number = math.inf
     else:
-        number = math.nan
-    if math.isfinite(number):
-        return number
-    shown = value.strip() if isinstance(value, str) else value
-    faults.append(f"{where} is {str(shown)[:80]!r} and no finite number")
+        finite_number = math.nan
+    if math.isfinite(finite_number):
+        return finite_number
+    shown_value = value.strip() if isinstance(value, str) else value
+    faults.append(f"{where} is {str(shown_value)[:80]!r} and no finite number")
     return None
 
 

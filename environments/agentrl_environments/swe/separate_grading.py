@@ -28,9 +28,15 @@ class ApartTests:
     deadline_s: float = DEADLINE_S
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
-        listing = await start_listing(box)
-        files = await carried(box, sorted(path for path in listing if path.endswith(".py")))
-        tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
-        sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}
-        verdicts = await SourceJudge(boxes, image=self.image, remembered=0).run(sources, tests)
+        box_listing = await start_listing(box)
+        python_files = await carried(box, sorted(file_path for file_path in box_listing if file_path.endswith(".py")))
+        test_files = {
+            file_path.removeprefix(_TESTS): file_bytes
+            for file_path, file_bytes in python_files.items()
+            if file_path.startswith(_TESTS)
+        }
+        source_files = {
+            file_path: file_bytes for file_path, file_bytes in python_files.items() if not file_path.startswith(_TESTS)
+        }
+        verdicts = await SourceJudge(boxes, image=self.image, remembered=0).run(source_files, test_files)
         return graded(Log(frozenset(verdicts.passed)), self.fails, self.passes)

@@ -48,14 +48,14 @@ class AgentChanges:
     async def lay(self, box: Sandbox) -> None:
         """Do the same to another box. A change that does not fit there (a file where a folder is) is left out. Raises
         SandboxError where the box cannot do it at all."""
-        for at in range(0, len(self.removed), _AT_ONCE):
-            paths = [f"./{path}" for path in self.removed[at : at + _AT_ONCE]]
-            ended = await box.exec(["rm", "-f", "--", *paths], timeout_s=_LISTING_S)
-            if ended.exit_code > 1:  # with 1 it left out what does not fit
-                raise SandboxError(f"files that the agent removed cannot be removed: {last_words(ended)}")
-        for path, data in self.written.items():
+        for batch_start in range(0, len(self.removed), _AT_ONCE):
+            batch_paths = [f"./{file_path}" for file_path in self.removed[batch_start : batch_start + _AT_ONCE]]
+            exec_result = await box.exec(["rm", "-f", "--", *batch_paths], timeout_s=_LISTING_S)
+            if exec_result.exit_code > 1:  # with 1 it left out what does not fit
+                raise SandboxError(f"files that the agent removed cannot be removed: {last_words(exec_result)}")
+        for file_path, file_bytes in self.written.items():
             with suppress(SandboxPathError):
-                await box.write(path, data)
+                await box.write(file_path, file_bytes)
 
 
 class WorkRefused(PolicyFault):
@@ -65,15 +65,17 @@ class WorkRefused(PolicyFault):
 async def start_listing(box: Sandbox) -> Listing:
     """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them, and
     HostBusy."""
-    result = await box.exec(["sh", "-c", _LISTING], timeout_s=_LISTING_S)
-    if own_time_out(result) or result.truncated:
-        raise ConfigError("box", f"{len(result.stdout)} bytes", "the task's files cannot be listed: give larger limits")
-    if result.exit_code != 0:
-        raise SandboxUnavailable(
-            f"the files of the work folder cannot be listed ({last_words(result)}): an image of coding tasks needs "
-            "sh, find and sha256sum, see docs/how-to/images.md"
+    exec_result = await box.exec(["sh", "-c", _LISTING], timeout_s=_LISTING_S)
+    if own_time_out(exec_result) or exec_result.truncated:
+        raise ConfigError(
+            "box", f"{len(exec_result.stdout)} bytes", "the task's files cannot be listed: give larger limits"
         )
-    return _parsed(result.stdout)
+    if exec_result.exit_code != 0:
+        raise SandboxUnavailable(
+            f"the files of the work folder cannot be listed ({last_words(exec_result)}): an image of coding tasks "
+            "needs sh, find and sha256sum, see docs/how-to/images.md"
+        )
+    return _parsed(exec_result.stdout)
 
 
 async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> AgentChanges:
@@ -82,47 +84,60 @@ async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]],
 
     The same commands have worked in this box at its start, so a listing that fails now is the agent's doing: its files
     are too many, or too deep. What could be listed counts."""
-    result = await box.exec(["sh", "-c", _LISTING_AGAIN], timeout_s=_LISTING_S)
-    if own_time_out(result) or result.truncated or result.oom:
+    exec_result = await box.exec(["sh", "-c", _LISTING_AGAIN], timeout_s=_LISTING_S)
+    if own_time_out(exec_result) or exec_result.truncated or exec_result.oom:
         raise WorkRefused("the files of the work folder are too many to list")
-    now = _parsed(result.stdout)
-    changed = [path for path, digest in now.items() if start.get(path) != digest and declared(path, start.keys())]
-    if len(changed) > _MOST_FILES:
-        raise WorkRefused(f"{len(changed)} files were changed: at most {_MOST_FILES} are handed in")
-    removed = [path for path in start if path not in now and declared(path, start.keys())]
-    written = await carried(box, sorted(changed))
-    if (size := sum(map(len, written.values()))) > _MOST_BYTES:
-        raise WorkRefused(f"the changed files have {size} bytes: at most {_MOST_BYTES} are handed in")
-    return AgentChanges(written, removed, [path for path in sorted(changed) if path not in written])
+    current_files = _parsed(exec_result.stdout)
+    changed_paths = [
+        file_path
+        for file_path, file_digest in current_files.items()
+        if start.get(file_path) != file_digest and declared(file_path, start.keys())
+    ]
+    if len(changed_paths) > _MOST_FILES:
+        raise WorkRefused(f"{len(changed_paths)} files were changed: at most {_MOST_FILES} are handed in")
+    removed_paths = [
+        file_path for file_path in start if file_path not in current_files and declared(file_path, start.keys())
+    ]
+    written_files = await carried(box, sorted(changed_paths))
+    if (total_bytes := sum(map(len, written_files.values()))) > _MOST_BYTES:
+        raise WorkRefused(f"the changed files have {total_bytes} bytes: at most {_MOST_BYTES} are handed in")
+    return AgentChanges(
+        written_files,
+        removed_paths,
+        [file_path for file_path in sorted(changed_paths) if file_path not in written_files],
+    )
 
 
 def _parsed(output: bytes) -> dict[str, str]:
     """Digests by path. coreutils write a backslash in a name twice, and one before the line; busybox does not."""
     digests: dict[str, str] = {}
-    for line in output.decode("utf-8", "surrogateescape").split("\n"):
-        digest, _, path = line.removeprefix("\\").partition("  ")
-        if path:
-            path = path.replace("\\\\", "\\") if line.startswith("\\") else path
-            digests[path.removeprefix("./")] = digest
+    for listing_line in output.decode("utf-8", "surrogateescape").split("\n"):
+        file_digest, _, file_path = listing_line.removeprefix("\\").partition("  ")
+        if file_path:
+            file_path = file_path.replace("\\\\", "\\") if listing_line.startswith("\\") else file_path
+            digests[file_path.removeprefix("./")] = file_digest
     return digests
 
 
 def last_words(result: ExecResult) -> str:
     """Why a command failed, in its own last words."""
-    words = result.stderr.decode(errors="replace").strip().splitlines()
-    return words[-1][:200] if words else f"exit code {result.exit_code}"
+    error_lines = result.stderr.decode(errors="replace").strip().splitlines()
+    return error_lines[-1][:200] if error_lines else f"exit code {result.exit_code}"
 
 
 def is_source(path: str, start: Set[str]) -> bool:
     """Whether a path may hold a source of a project: no test, no setting of tests or packaging, nothing hidden, and,
     if it is new, no module that would stand in front of Python's own or the test runner's."""
-    *folders, name = path.split("/")
-    stem = name.partition(".")[0]
-    if any(part.startswith(".") or part in ("test", "tests", "testing", "__pycache__") for part in [*folders, name]):
+    *folders, file_name = path.split("/")
+    file_stem = file_name.partition(".")[0]
+    if any(
+        path_part.startswith(".") or path_part in ("test", "tests", "testing", "__pycache__")
+        for path_part in [*folders, file_name]
+    ):
         return False
-    if stem.startswith("test_") or stem.endswith("_test") or stem in ("conftest", "tests"):
+    if file_stem.startswith("test_") or file_stem.endswith("_test") or file_stem in ("conftest", "tests"):
         return False
-    if name in _SETTINGS or name.endswith((".pyc", ".pth", ".so")):
+    if file_name in _SETTINGS or file_name.endswith((".pyc", ".pth", ".so")):
         return False
     return path in start or not _shadows(path)
 
@@ -138,14 +153,16 @@ def is_artifact(path: str, start: Set[str]) -> bool:
 
 def _shadows(path: str) -> bool:
     """Whether Python would take a path for a module of its own, or for one of the test runner's."""
-    parts = path.split("/")
-    top = parts[1] if parts[0] in _ROOTS and len(parts) > 1 else parts[0]
-    return top.partition(".")[0] in sys.stdlib_module_names | _RUNNERS
+    path_parts = path.split("/")
+    top_name = path_parts[1] if path_parts[0] in _ROOTS and len(path_parts) > 1 else path_parts[0]
+    return top_name.partition(".")[0] in sys.stdlib_module_names | _RUNNERS
 
 
 def matching(patterns: Sequence[str], where: str) -> Callable[[str, Set[str]], bool]:
     """Declared by patterns: `*` stands for anything, slashes too. Raises ConfigError; a text is no list."""
     untyped: Any = patterns
-    if not isinstance(untyped, list) or not all(isinstance(each, str) for each in cast("list[Any]", untyped)):
+    if not isinstance(untyped, list) or not all(
+        isinstance(pattern_value, str) for pattern_value in cast("list[Any]", untyped)
+    ):
         raise ConfigError(where, untyped, 'give a list of patterns, such as ["src/*"]')
     return lambda path, start: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

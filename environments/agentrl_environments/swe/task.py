@@ -89,19 +89,21 @@ class TaskSet:
     def __init__(self, tasks: Iterable[CodingTask] = ()) -> None:
         self.tasks = list(tasks)
         self.bad: list[BadTask] = []
-        self._places = dict.fromkeys((task.id for task in self.tasks), "")
+        self._places = dict.fromkeys((coding_task.id for coding_task in self.tasks), "")
 
     def add(self, place: str, make: Callable[[], CodingTask]) -> None:
         """One more task, or why it is none. An id counts once: of two tasks that have it the second is bad."""
         try:
-            task = make()
-            if task.id in self._places:
-                raise ConfigError(place, task.id, f"this id is that of {self._places[task.id]}: give each its own")
+            new_task = make()
+            if new_task.id in self._places:
+                raise ConfigError(
+                    place, new_task.id, f"this id is that of {self._places[new_task.id]}: give each its own"
+                )
         except ConfigError as error:
             self.bad.append(BadTask(place, str(error)))
         else:
-            self._places[task.id] = place
-            self.tasks.append(task)
+            self._places[new_task.id] = place
+            self.tasks.append(new_task)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,92 +102,124 @@ def panel(task: CodingTask) -> dict[str, Sequence[Act]]:
             ),
         ),
     }
-    for name, (raises, hook) in _WAYS_NOT_RUN.items():
-        script = _NOT_RUN.format(raises=raises, hook=hook)
-        attacks[name] = (Act.shell(f"python3 - <<'END_OF_IT'\n{script}\nEND_OF_IT"),)
+    for attack_name, (raised_code, hook_name) in _WAYS_NOT_RUN.items():
+        attack_script = _NOT_RUN.format(raises=raised_code, hook=hook_name)
+        attacks[attack_name] = (Act.shell(f"python3 - <<'END_OF_IT'\n{attack_script}\nEND_OF_IT"),)
     if task.gold:
-        emptied = "find . -newer .began -type f ! -path './.harbor/*' -exec sh -c ': > \"$1\"' _ {} \\;; rm .began"
-        attacks["empty answer"] = (Act.shell("touch .began; sleep 0.02"), *task.gold, Act.shell(emptied))
+        empty_command = (
+            "find . -newer .began -type f ! -path './.harbor/*' -exec sh -c ': > \"$1\"' _ {} \\;; rm .began"
+        )
+        attacks["empty answer"] = (Act.shell("touch .began; sleep 0.02"), *task.gold, Act.shell(empty_command))
     return attacks
 
 
 async def leaks(box: Sandbox, task: CodingTask) -> list[Finding]:
     """Where the agent could read a secret of the task: in its prompt, its files or a git history. Raises
     SandboxError."""
-    findings = [finding for secret in task.secrets for finding in _in_prompt(secret, task.instruction)]
-    places = [*_FOLDERS, *([task.tree.in_image] if task.tree.in_image else [])]
-    for secret in task.secrets:
-        findings += await _in_files(box, secret, places)
-    findings += await _in_histories(box, task.secrets, places)
-    return list({finding.reason: finding for finding in reversed(findings)}.values())[::-1]
+    all_findings = [
+        one_finding for task_secret in task.secrets for one_finding in _in_prompt(task_secret, task.instruction)
+    ]
+    searched_places = [*_FOLDERS, *([task.tree.in_image] if task.tree.in_image else [])]
+    for task_secret in task.secrets:
+        all_findings += await _in_files(box, task_secret, searched_places)
+    all_findings += await _in_histories(box, task.secrets, searched_places)
+    return list({one_finding.reason: one_finding for one_finding in reversed(all_findings)}.values())[::-1]
 
 
 def _written(text: str, *paths: str) -> str:
-    files = " ".join(paths)
-    return f"mkdir -p tests; for at in {files}; do cat > $at <<'END_OF_IT'\n{text}\nEND_OF_IT\ndone"
+    file_names = " ".join(paths)
+    return f"mkdir -p tests; for at in {file_names}; do cat > $at <<'END_OF_IT'\n{text}\nEND_OF_IT\ndone"
 
 
 def _in_prompt(secret: Secret, prompt: str) -> Iterator[Finding]:
-    reason = "answer-in-prompt" if secret.kind == "solution" else "tests-readable"
-    blocks = [[secret.in_prompt(line) for line in block] for block in _blocks(secret)]
-    if texts.stands_in(prompt, blocks, in_prompt=True) or (secret.diff and texts.diff_stands_in(prompt, secret.diff)):
-        yield Finding(reason, f"the prompt holds the {secret.kind}{_name(secret)}")
+    finding_reason = "answer-in-prompt" if secret.kind == "solution" else "tests-readable"
+    prompt_blocks = [[secret.in_prompt(block_line) for block_line in secret_block] for secret_block in _blocks(secret)]
+    if texts.stands_in(prompt, prompt_blocks, in_prompt=True) or (
+        secret.diff and texts.diff_stands_in(prompt, secret.diff)
+    ):
+        yield Finding(finding_reason, f"the prompt holds the {secret.kind}{_name(secret)}")
 
 
 async def _in_files(box: Sandbox, secret: Secret, places: Sequence[str]) -> list[Finding]:
     """Files with the longest line of a secret are read whole: a file leaks only if it has all of it."""
-    lines = [line for block in _blocks(secret) for line in block]
-    names = texts.new_tests(secret.diff) if secret.kind == "tests" else []
-    patterns = [pattern for pattern in (max(lines, key=len, default=""), max(names, key=len, default="")) if pattern]
-    if not patterns:
+    secret_lines = [block_line for secret_block in _blocks(secret) for block_line in secret_block]
+    test_names = texts.new_tests(secret.diff) if secret.kind == "tests" else []
+    search_patterns = [
+        search_pattern
+        for search_pattern in (max(secret_lines, key=len, default=""), max(test_names, key=len, default=""))
+        if search_pattern
+    ]
+    if not search_patterns:
         return []
-    script = "command -v grep >/dev/null && command -v head >/dev/null || exit 1; "
-    script += 'for at; do [ -d "$at" ] && grep -rlsF "$PATTERN" "$at"; done; true'
-    why = f"{', '.join(places)} could not be searched: too many files, or a box without grep and head"
-    unsearched = Finding("not-searched", why)
-    files: dict[str, None] = {}
-    for pattern in patterns:
-        listed = await box.exec(["sh", "-c", script, "sh", *places], env={"PATTERN": pattern}, timeout_s=_SEARCH_S)
-        if listed.timed_out or listed.truncated or listed.exit_code != 0:
+    search_script = "command -v grep >/dev/null && command -v head >/dev/null || exit 1; "
+    search_script += 'for at; do [ -d "$at" ] && grep -rlsF "$PATTERN" "$at"; done; true'
+    unsearched_reason = f"{', '.join(places)} could not be searched: too many files, or a box without grep and head"
+    unsearched = Finding("not-searched", unsearched_reason)
+    candidates: dict[str, None] = {}
+    for search_pattern in search_patterns:
+        grep_result = await box.exec(
+            ["sh", "-c", search_script, "sh", *places], env={"PATTERN": search_pattern}, timeout_s=_SEARCH_S
+        )
+        if grep_result.timed_out or grep_result.truncated or grep_result.exit_code != 0:
             return [unsearched]
-        files |= dict.fromkeys(listed.stdout.decode(errors="replace").splitlines())
-    unread = [unsearched] if len(files) > _CANDIDATES else []
+        candidates |= dict.fromkeys(grep_result.stdout.decode(errors="replace").splitlines())
+    unread_findings = [unsearched] if len(candidates) > _CANDIDATES else []
     changed_files = set(re.findall(r"^(?:---|\+\+\+) (?:[ab]/)?(\S+)", secret.diff, re.MULTILINE))
-    for path in list(files)[:_CANDIDATES]:
-        result = await box.exec(["head", "-c", str(_FILE), "--", path], timeout_s=_SEARCH_S)
-        text = result.stdout.decode(errors="replace")
-        if result.exit_code != 0 or len(result.stdout) >= _FILE:
-            unread = unread or [Finding("not-searched", f"{path} could not be read whole in the box")]
+    for file_path in list(candidates)[:_CANDIDATES]:
+        head_result = await box.exec(["head", "-c", str(_FILE), "--", file_path], timeout_s=_SEARCH_S)
+        file_text = head_result.stdout.decode(errors="replace")
+        if head_result.exit_code != 0 or len(head_result.stdout) >= _FILE:
+            unread_findings = unread_findings or [
+                Finding("not-searched", f"{file_path} could not be read whole in the box")
+            ]
         # The file that a solution changes may hold the lines elsewhere: a change that moves them adds nothing new.
-        is_changed = path.removeprefix("./") in changed_files
-        if not is_changed and (_stands(secret, text) or texts.names_stand_in(text, names)):
-            return [Finding(f"{secret.kind}-readable", f"{path} holds the {secret.kind}{_name(secret)}")]
-    return unread
+        is_changed = file_path.removeprefix("./") in changed_files
+        if not is_changed and (_stands(secret, file_text) or texts.names_stand_in(file_text, test_names)):
+            return [Finding(f"{secret.kind}-readable", f"{file_path} holds the {secret.kind}{_name(secret)}")]
+    return unread_findings
 
 
 async def _in_histories(box: Sandbox, secrets: Sequence[Secret], places: Sequence[str]) -> list[Finding]:
     """A repository is a folder with `objects` and `HEAD`, whatever its own name is."""
-    script = 'command -v find >/dev/null || exit 1; find "$@" -type d -name objects -prune 2>/dev/null | '
-    script += 'while read -r at; do d="${at%/*}"; '
-    script += '[ -f "$d/HEAD" ] && echo "$d"; done; true'
-    listed = await box.exec(["sh", "-c", script, "sh", *places], timeout_s=_SEARCH_S)
-    folders = listed.stdout.decode(errors="replace").splitlines()
-    is_whole = not listed.timed_out and not listed.truncated and listed.exit_code == 0 and len(folders) <= _HISTORIES
-    why = f"{', '.join(places)} could not be searched for a history: too many files, or a box without find"
-    unread = [] if is_whole else [Finding("not-searched", why)]
-    for folder in folders[:_HISTORIES]:
+    search_script = 'command -v find >/dev/null || exit 1; find "$@" -type d -name objects -prune 2>/dev/null | '
+    search_script += 'while read -r at; do d="${at%/*}"; '
+    search_script += '[ -f "$d/HEAD" ] && echo "$d"; done; true'
+    find_result = await box.exec(["sh", "-c", search_script, "sh", *places], timeout_s=_SEARCH_S)
+    history_folders = find_result.stdout.decode(errors="replace").splitlines()
+    is_whole = (
+        not find_result.timed_out
+        and not find_result.truncated
+        and find_result.exit_code == 0
+        and len(history_folders) <= _HISTORIES
+    )
+    unsearched_reason = (
+        f"{', '.join(places)} could not be searched for a history: too many files, or a box without find"
+    )
+    unread_findings = [] if is_whole else [Finding("not-searched", unsearched_reason)]
+    for history_folder in history_folders[:_HISTORIES]:
         # Looked at first alone, as the exit code of a pipe is that of `head`.
-        command = 'git --git-dir="$0" log --all -1 >/dev/null || exit 1; git --git-dir="$0" log --all -p --no-color '
-        command += f"--no-ext-diff --no-textconv | head -c {_HISTORY}"
-        git = await box.exec(["sh", "-c", command, folder], timeout_s=_SEARCH_S)
-        if git.exit_code != 0 or git.timed_out or git.truncated or len(git.stdout) >= _HISTORY:
-            unread.append(Finding("not-searched", f"the git history in {folder} could not be read whole in the box"))
-        log = git.stdout.decode(errors="replace")
-        plain = "\n".join(line[1:] for line in log.splitlines() if line.startswith("+"))
-        for secret in secrets:
-            if secret.kind == "solution" and (_stands(secret, log) or _stands(secret, plain)):
-                return [Finding("solution-in-history", f"the git history in {folder} holds the solution")]
-    return unread
+        log_command = (
+            'git --git-dir="$0" log --all -1 >/dev/null || exit 1; git --git-dir="$0" log --all -p --no-color '
+        )
+        log_command += f"--no-ext-diff --no-textconv | head -c {_HISTORY}"
+        git_result = await box.exec(["sh", "-c", log_command, history_folder], timeout_s=_SEARCH_S)
+        if (
+            git_result.exit_code != 0
+            or git_result.timed_out
+            or git_result.truncated
+            or len(git_result.stdout) >= _HISTORY
+        ):
+            unread_findings.append(
+                Finding("not-searched", f"the git history in {history_folder} could not be read whole in the box")
+            )
+        history_log = git_result.stdout.decode(errors="replace")
+        added_lines = "\n".join(log_line[1:] for log_line in history_log.splitlines() if log_line.startswith("+"))
+        for task_secret in secrets:
+            if task_secret.kind == "solution" and (
+                _stands(task_secret, history_log) or _stands(task_secret, added_lines)
+            ):
+                return [Finding("solution-in-history", f"the git history in {history_folder} holds the solution")]
+    return unread_findings
 
 
 def _stands(secret: Secret, text: str) -> bool:

@@ -47,28 +47,32 @@ class WorkTree:
             await self._copy(box, self.in_image)
         if self.folder is not None:
             await box.upload(self.folder, ".")
-            removed = await box.exec(["find", ".", "-name", ".git", "-prune", "-exec", "rm", "-rf", "{}", "+"])
-            if removed.exit_code != 0:
-                raise SandboxError(f"a history could not be removed from the work folder: {last_words(removed)}")
-        for target, source in self.files.items():
-            await box.upload(source, target)
-        for patch in self.patches:
-            await apply_patch(box, patch)
+            find_result = await box.exec(["find", ".", "-name", ".git", "-prune", "-exec", "rm", "-rf", "{}", "+"])
+            if find_result.exit_code != 0:
+                raise SandboxError(f"a history could not be removed from the work folder: {last_words(find_result)}")
+        for target_path, source_path in self.files.items():
+            await box.upload(source_path, target_path)
+        for author_patch in self.patches:
+            await apply_patch(box, author_patch)
 
     async def _copy(self, box: Sandbox, folder: str) -> None:
-        copied = await box.exec(["cp", "-R", f"{folder}/.", "."], timeout_s=_COPY_S)
-        if copied.timed_out:
+        copy_result = await box.exec(["cp", "-R", f"{folder}/.", "."], timeout_s=_COPY_S)
+        if copy_result.timed_out:
             raise SandboxError(f"the tree {folder} of the image was not copied within {_COPY_S:g} s")
-        if copied.exit_code != 0:
-            raise ConfigError("image", folder, f"its tree cannot be copied: {last_words(copied)}")
+        if copy_result.exit_code != 0:
+            raise ConfigError("image", folder, f"its tree cannot be copied: {last_words(copy_result)}")
         await box.exec(["rmdir", ".git"])  # covered in the box, so copied as an empty folder
-        search = await box.exec(["find", ".", "-name", ".git", "-prune", "-print"])
-        if search.exit_code != 0:
-            raise SandboxError(f"the copied tree cannot be searched for a history: {last_words(search)}")
-        if search.stdout:
-            at = posixpath.normpath(f"{folder}/{search.stdout.decode(errors='replace').splitlines()[0]}")
+        search_result = await box.exec(["find", ".", "-name", ".git", "-prune", "-print"])
+        if search_result.exit_code != 0:
+            raise SandboxError(f"the copied tree cannot be searched for a history: {last_words(search_result)}")
+        if search_result.stdout:
+            history_path = posixpath.normpath(
+                f"{folder}/{search_result.stdout.decode(errors='replace').splitlines()[0]}"
+            )
             raise ConfigError(
-                "image", at, f"the agent could read the solution there: RUN rm -rf {at} in its Dockerfile"
+                "image",
+                history_path,
+                f"the agent could read the solution there: RUN rm -rf {history_path} in its Dockerfile",
             )
 
 
@@ -84,29 +88,30 @@ async def apply_patch(box: Sandbox, patch: str) -> None:
 
 def reversed_patch(patch: str) -> str:
     """The diff that takes a diff back. Its files come in reverse: a mail of several commits may change one twice."""
-    files: list[list[str]] = []
-    lines = patch.split("\n")
-    inside = headed = False  # within a file's part, not in words between them; after a header of git without its names
-    for at, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
-        if line.startswith("diff --git "):
-            files.append([line])
-            inside = headed = True
-        elif line.startswith("--- ") and following.startswith("+++ "):
-            if not headed:
-                files.append([])
-            files[-1] += [f"--- {following[4:]}", f"+++ {line[4:]}"]
-            inside, headed = True, False
-        elif ends_mail(lines, at):
-            inside = headed = False
-        elif not inside or (line.startswith("+++ ") and files[-1][-1].startswith("+++ ")):
+    file_parts: list[list[str]] = []
+    patch_lines = patch.split("\n")
+    # Within a file's part, not in words between them; after a header of git without its names.
+    is_inside = is_headed = False
+    for line_index, (patch_line, following) in enumerate(zip(patch_lines, [*patch_lines[1:], ""], strict=True)):
+        if patch_line.startswith("diff --git "):
+            file_parts.append([patch_line])
+            is_inside = is_headed = True
+        elif patch_line.startswith("--- ") and following.startswith("+++ "):
+            if not is_headed:
+                file_parts.append([])
+            file_parts[-1] += [f"--- {following[4:]}", f"+++ {patch_line[4:]}"]
+            is_inside, is_headed = True, False
+        elif ends_mail(patch_lines, line_index):
+            is_inside = is_headed = False
+        elif not is_inside or (patch_line.startswith("+++ ") and file_parts[-1][-1].startswith("+++ ")):
             continue
-        elif (match := _HUNK.match(line)) is not None:
-            files[-1].append(f"@@ -{match[2]} +{match[1]} @@")
-            headed = False
-        elif headed and (header := _GIT.match(line)) is not None:
-            files[-1].append(_BACK[header[1]] + line[len(header[1]) :])
-        elif not headed and line[:1] in ("+", "-"):
-            files[-1].append(("-" if line[0] == "+" else "+") + line[1:])
-        elif not headed and line[:1] in (" ", "\\", ""):
-            files[-1].append(line)
-    return "\n".join(line for file in reversed(files) for line in file)
+        elif (hunk_match := _HUNK.match(patch_line)) is not None:
+            file_parts[-1].append(f"@@ -{hunk_match[2]} +{hunk_match[1]} @@")
+            is_headed = False
+        elif is_headed and (header_match := _GIT.match(patch_line)) is not None:
+            file_parts[-1].append(_BACK[header_match[1]] + patch_line[len(header_match[1]) :])
+        elif not is_headed and patch_line[:1] in ("+", "-"):
+            file_parts[-1].append(("-" if patch_line[0] == "+" else "+") + patch_line[1:])
+        elif not is_headed and patch_line[:1] in (" ", "\\", ""):
+            file_parts[-1].append(patch_line)
+    return "\n".join(patch_line for file_part in reversed(file_parts) for patch_line in file_part)

@@ -63,10 +63,10 @@ def canonical(test: str) -> str:
     """One name for a test however a list or a Python version writes it: `test_a (mod.Case)`, `test_a (mod.Case.test_a)`
     and `mod.Case.test_a` are the same; pytest's `file.py::Case::test_a` stays."""
     test = test.strip()
-    if (match := _UNITTEST.match(test)) is None:
+    if (unittest_match := _UNITTEST.match(test)) is None:
         return test
-    method, owner, _ = match.groups()
-    return owner if owner.split(".")[-1] == method else f"{owner}.{method}"
+    method_name, owner_name, _ = unittest_match.groups()
+    return owner_name if owner_name.split(".")[-1] == method_name else f"{owner_name}.{method_name}"
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,22 @@ class Log:
         """The tests of the log that a canonical id may mean; empty if there is none, or no telling which."""
         if test in self.passed or test in self.others:
             return frozenset({test})
-        for index in (self.docstrings, self._cut, self._shortened):
-            if candidates := index.get(test):
+        for name_index in (self.docstrings, self._cut, self._shortened):
+            if candidates := name_index.get(test):
                 return frozenset(candidates)
-        parts = _parts(test)
-        alike = self._by_last.get(parts[-1] if parts else "", ())
-        ending = [name for name in alike if _ends(_parts(name), parts)] if len(alike) <= _ALIKE else []
-        return frozenset(ending) if len(ending) == 1 else frozenset()
+        test_parts = _parts(test)
+        same_last_part = self._by_last.get(test_parts[-1] if test_parts else "", ())
+        ending_alike = (
+            [log_name for log_name in same_last_part if _ends(_parts(log_name), test_parts)]
+            if len(same_last_part) <= _ALIKE
+            else []
+        )
+        return frozenset(ending_alike) if len(ending_alike) == 1 else frozenset()
 
     def has_passed(self, test: str) -> bool:
         """Whether all tests that an id may mean are there and have passed."""
-        names = self.names(test)
-        return bool(names) and names <= self.passed
+        log_names = self.names(test)
+        return bool(log_names) and log_names <= self.passed
 
     @cached_property
     def _all(self) -> frozenset[str]:
@@ -106,46 +110,50 @@ class Log:
 
     @cached_property
     def _cut(self) -> dict[str, set[str]]:
-        return _index((name.partition(" ")[0], name) for name in self._all if "::" in name and " " in name)
+        return _index(
+            (log_name.partition(" ")[0], log_name) for log_name in self._all if "::" in log_name and " " in log_name
+        )
 
     @cached_property
     def _shortened(self) -> dict[str, set[str]]:
-        return _index((_shortened(name), name) for name in self._all if "::" in name and "[/" in name)
+        return _index(
+            (_shortened(log_name), log_name) for log_name in self._all if "::" in log_name and "[/" in log_name
+        )
 
     @cached_property
     def _by_last(self) -> dict[str, set[str]]:
-        return _index((parts[-1], name) for name in self._all if (parts := _parts(name)))
+        return _index((name_parts[-1], log_name) for log_name in self._all if (name_parts := _parts(log_name)))
 
 
 def _index(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    index = defaultdict[str, set[str]](set)
-    for key, name in pairs:
-        index[key].add(name)
-    return index
+    names_by_key = defaultdict[str, set[str]](set)
+    for index_key, log_name in pairs:
+        names_by_key[index_key].add(log_name)
+    return names_by_key
 
 
 def is_name(test: str) -> bool:
     """Whether a canonical id looks like the name of a test, whole: not a docstring, not cut within its parameters."""
-    plain, bracket, _ = test.partition("[")
-    return bool(_parts(plain)) and (not bracket or test.endswith("]"))
+    plain_name, bracket, _ = test.partition("[")
+    return bool(_parts(plain_name)) and (not bracket or test.endswith("]"))
 
 
 def _shortened(name: str) -> str:
     """A name whose one parameter is an absolute path, with the path's last part alone."""
-    plain, _, parameter = name.partition("[")
+    plain_name, _, parameter = name.partition("[")
     if not parameter.startswith("/") or parameter.startswith("//") or "*" in parameter or parameter[-1] != "]":
         return name
-    return f"{plain}[/{parameter[:-1].rpartition('/')[2]}]"
+    return f"{plain_name}[/{parameter[:-1].rpartition('/')[2]}]"
 
 
 def _parts(name: str) -> list[str]:
     """The parts of a name: tests, a, Case, test_x[1.5] of `tests/a.py::Case::test_x[1.5]` and of the same in dots. A
     text with blanks outside its parameters is no name."""
-    plain, bracket, parameters = name.partition("[")
-    if not plain or any(map(str.isspace, plain)):
+    plain_name, bracket, parameters = name.partition("[")
+    if not plain_name or any(map(str.isspace, plain_name)):
         return []
-    parts = [part for part in _SPLIT.split(plain.replace(".py:", ":")) if part]
-    return [*parts[:-1], parts[-1] + bracket + parameters] if parts else []
+    name_parts = [name_part for name_part in _SPLIT.split(plain_name.replace(".py:", ":")) if name_part]
+    return [*name_parts[:-1], name_parts[-1] + bracket + parameters] if name_parts else []
 
 
 def _ends(name: list[str], end: list[str]) -> bool:
@@ -155,12 +163,12 @@ def _ends(name: list[str], end: list[str]) -> bool:
 def read_log(log: str) -> Log:
     """The tests that a log names."""
     reader = _Reader()
-    for line in _ESCAPES.sub("", log).splitlines():
-        reader.read(line.rstrip())
-    others = reader.failed | reader.left_out | reader.unknown.keys()
+    for log_line in _ESCAPES.sub("", log).splitlines():
+        reader.read(log_line.rstrip())
+    not_passed = reader.failed | reader.left_out | reader.unknown.keys()
     return Log(
-        passed=frozenset(reader.good - others),
-        others=frozenset(others),
+        passed=frozenset(reader.good - not_passed),
+        others=frozenset(not_passed),
         failed=frozenset(reader.failed),
         unknown=reader.unknown,
         docstrings=reader.docstrings,
@@ -183,32 +191,33 @@ class _Reader:
         self._in_summary = False  # of pytest: there a word before a name is a status, whatever it is
 
     def read(self, line: str) -> None:
-        below, self._described = self._described, ""
+        described_test, self._described = self._described, ""
         if not line:
             return
         self._in_summary = self._in_summary or _SUMMARY in line
-        of_cargo = line.startswith("test ") and " ... " in line  # whose names hold "::", as pytest's do
-        if of_cargo or not (self._of_pytest(line) or self._of_unittest(line, below)):
+        is_of_cargo = line.startswith("test ") and " ... " in line  # whose names hold "::", as pytest's do
+        if is_of_cargo or not (self._of_pytest(line) or self._of_unittest(line, described_test)):
             self._of_others(line)
 
     def _of_pytest(self, line: str) -> bool:
         if self._of_part(line):
             return True
-        plain = _WORKER.sub("", line)
-        status, _, rest = plain.partition(" ")
-        if status in _WORDS and rest and not rest.startswith("("):  # -rA's summary, a worker's line; not unittest's end
-            self._add(status, _possible(rest.strip(), reasoned=status != "PASSED"))
+        plain_line = _WORKER.sub("", line)
+        status_word, _, line_rest = plain_line.partition(" ")
+        # A line of -rA's summary or of a worker, and not unittest's end.
+        if status_word in _WORDS and line_rest and not line_rest.startswith("("):
+            self._add(status_word, _possible(line_rest.strip(), reasoned=status_word != "PASSED"))
             return True
-        name, status = _status_last(line)
-        if status in _WORDS:
-            self._add(status, _possible(name, reasoned=False))
+        test_name, status_word = _status_last(line)
+        if status_word in _WORDS:
+            self._add(status_word, _possible(test_name, reasoned=False))
             return True
-        if status and status not in _NO_VERDICT:
-            self.unknown.update(dict.fromkeys(_possible(name, reasoned=False), status))
+        if status_word and status_word not in _NO_VERDICT:
+            self.unknown.update(dict.fromkeys(_possible(test_name, reasoned=False), status_word))
             return True
-        status, _, rest = plain.partition(" ")
-        if self._in_summary and _UPPER.fullmatch(status) and status not in _NO_VERDICT and "::" in rest:
-            self.unknown.update(dict.fromkeys(_possible(rest.strip(), reasoned=True), status))
+        status_word, _, line_rest = plain_line.partition(" ")
+        if self._in_summary and _UPPER.fullmatch(status_word) and status_word not in _NO_VERDICT and "::" in line_rest:
+            self.unknown.update(dict.fromkeys(_possible(line_rest.strip(), reasoned=True), status_word))
             return True
         return False
 
@@ -216,59 +225,59 @@ class _Reader:
         """A line of a subtest. Its own name stands beside the test's, so each cut that may be the test's counts."""
         if "SUB" not in line or "::" not in line or _PART.search(line) is None:
             return False
-        if (match := _PART_FAILED.search(line)) is not None:
-            before, after = _WORKER.sub("", line[: match.start()]).rstrip(), line[match.end() :]
-            for name in _beginnings(before):
-                self.failed.update(_possible(name, reasoned=False))
-            for text in _endings(after):
-                self.failed.update(_possible(text, reasoned=True))
+        if (failed_match := _PART_FAILED.search(line)) is not None:
+            text_before, text_after = _WORKER.sub("", line[: failed_match.start()]).rstrip(), line[failed_match.end() :]
+            for test_name in _beginnings(text_before):
+                self.failed.update(_possible(test_name, reasoned=False))
+            for name_text in _endings(text_after):
+                self.failed.update(_possible(name_text, reasoned=True))
         return True
 
     def _of_unittest(self, line: str, below: str) -> bool:
-        if (match := _COMPLAINT.match(line)) is not None:
-            self.failed.add(canonical(match[1]))
+        if (line_match := _COMPLAINT.match(line)) is not None:
+            self.failed.add(canonical(line_match[1]))
             return True
-        if (match := _UNITTEST.match(line)) is not None:
-            self._running, line = canonical(line), match[3]
+        if (line_match := _UNITTEST.match(line)) is not None:
+            self._running, line = canonical(line), line_match[3]
             self._described = "" if line else self._running
-        elif below and len(words := line.partition(" ... ")[0].strip()) <= _LONGEST:
-            self.docstrings[canonical(words)].add(below)
+        elif below and len(described := line.partition(" ... ")[0].strip()) <= _LONGEST:
+            self.docstrings[canonical(described)].add(below)
         if not self._running:
             return False
         # Before Python 3.11 a test whose subtests failed ends its line with nothing, and the next one follows in it.
-        head, _, rest = line.partition(" ... ")
-        if rest and (match := _UNITTEST.match(rest)) is not None and len(head) <= _LONGEST:
-            return self._of_unittest(rest, "")
-        if (match := _ENDING.search(line)) is not None:
-            self._add(match[1], [self._running])
+        line_head, _, line_rest = line.partition(" ... ")
+        if line_rest and (line_match := _UNITTEST.match(line_rest)) is not None and len(line_head) <= _LONGEST:
+            return self._of_unittest(line_rest, "")
+        if (line_match := _ENDING.search(line)) is not None:
+            self._add(line_match[1], [self._running])
             self._running = ""
             return True
         return False
 
     def _of_others(self, line: str) -> None:
-        verdict = other_runners.verdict(line)
-        if verdict is not None and len(verdict.name) <= _LONGEST:
-            self._add({True: "ok", False: "FAIL", None: "skipped"}[verdict.good], [verdict.name])
+        line_verdict = other_runners.verdict(line)
+        if line_verdict is not None and len(line_verdict.name) <= _LONGEST:
+            self._add({True: "ok", False: "FAIL", None: "skipped"}[line_verdict.good], [line_verdict.name])
 
     def _add(self, status: str, names: Iterable[str]) -> None:
-        left_out = status == "SKIPPED" or status.startswith("skipped")
-        named = list(names)
-        (self.good if status in _GOOD else self.left_out if left_out else self.failed).update(named)
+        is_left_out = status == "SKIPPED" or status.startswith("skipped")
+        test_names = list(names)
+        (self.good if status in _GOOD else self.left_out if is_left_out else self.failed).update(test_names)
         if status in _XFAILED:
-            self.xfailed.update(named)
+            self.xfailed.update(test_names)
 
 
 def _beginnings(text: str) -> list[str]:
     """List what may be the name of a test before the description of its part, in brackets: `a.py::test [odd] (n=1)`."""
-    ends = [match.start() for match in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
-    return [each for end in (*ends, len(text)) if "::" in (each := text[:end])]
+    name_ends = [bracket_match.start() for bracket_match in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
+    return [beginning for name_end in (*name_ends, len(text)) if "::" in (beginning := text[:name_end])]
 
 
 def _endings(text: str) -> list[str]:
     """List what may be the name of a test, and a reason, behind the description of its part, which may hold what looks
     like a name: `[odd] (n=1) a.py::test - why`."""
-    starts = [match.start() for match in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
-    return [text[start:].strip() for start in starts]
+    name_starts = [name_match.start() for name_match in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
+    return [text[name_start:].strip() for name_start in name_starts]
 
 
 def passed(log: str) -> frozenset[str]:
@@ -281,24 +290,30 @@ def _possible(text: str, *, reasoned: bool) -> list[str]:
     separator. What is too long, or has too many separators, is no name."""
     if not reasoned:
         return [text] if len(text) <= _LONGEST and text.count(_REASON) < _PARTS else []
-    parts = text[: _LONGEST + 1].split(_REASON, _PARTS)[:_PARTS]
-    return [name for at in range(len(parts)) if len(name := _REASON.join(parts[: at + 1])) <= _LONGEST]
+    text_parts = text[: _LONGEST + 1].split(_REASON, _PARTS)[:_PARTS]
+    return [
+        beginning
+        for part_index in range(len(text_parts))
+        if len(beginning := _REASON.join(text_parts[: part_index + 1])) <= _LONGEST
+    ]
 
 
 def _status_last(line: str) -> tuple[str, str]:
     """Name and status of a line of pytest's -v, such as `file.py::test PASSED [ 50%]` or `file.py::test SKIPPED (why)`;
     two empty texts for others. Only beside a share of the run is a word that is not known here a status."""
-    before, _, percent = line.rpartition("[")
-    has_percent = _PERCENT.fullmatch(percent) is not None and before[-1:].isspace()
+    text_before, _, percent_text = line.rpartition("[")
+    has_percent = _PERCENT.fullmatch(percent_text) is not None and text_before[-1:].isspace()
     if has_percent:
-        line = before.rstrip()
-    name, _, status = line.rpartition(" ")
-    if status not in _WORDS and line.endswith(")") and (match := _REASONED.search(line)) is not None:
-        name, status = line[: match.start()], match[1]
-    elif status not in _WORDS and not (has_percent and _UPPER.fullmatch(status)):
+        line = text_before.rstrip()
+    test_name, _, status_word = line.rpartition(" ")
+    if status_word not in _WORDS and line.endswith(")") and (reason_match := _REASONED.search(line)) is not None:
+        test_name, status_word = line[: reason_match.start()], reason_match[1]
+    elif status_word not in _WORDS and not (has_percent and _UPPER.fullmatch(status_word)):
         return "", ""
-    at = name.find("::", 1)
-    return (name, status) if 0 < at < len(name) - 2 and not name[0].isspace() else ("", "")
+    colons_index = test_name.find("::", 1)
+    return (
+        (test_name, status_word) if 0 < colons_index < len(test_name) - 2 and not test_name[0].isspace() else ("", "")
+    )
 
 
 def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: int = 0) -> Grade:
@@ -311,25 +326,38 @@ def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: 
 
     A run that ended with another exit code than 0 and names no test that failed contradicts itself: it is no success,
     and `contradiction` says so. Where other tests failed the exit code is theirs, and the listed ones count."""
-    listed = list(dict.fromkeys([*fails, *passes]))
-    needed, xfailed = {*fails}, {test for test in fails if log.names(test) & log.xfailed}
-    good = {test for test in listed if log.has_passed(test)} - xfailed
-    absent = [test for test in listed if not log.names(test)]
-    success = len(good) == len(listed)
-    fixed = len(good & needed) / len(needed)
-    kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
-    info: dict[str, Json] = {"mended": fixed, "kept": kept, "tests": len(listed), "absent": len(absent)}
-    if not success and (already := [test for test in dict.fromkeys(fails) if test in good]):
-        info["mended_tests"] = [test[:200] for test in already[:_NAMED]]
-    if absent:
-        info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
-    skipped = {test for test in listed if (names := log.names(test)) and names <= log.others - log.failed}
-    if left_out := {test: "xfailed" if test in xfailed else "skipped" for test in listed if test in skipped | xfailed}:
-        info["left_out_tests"] = {test[:200]: how for test, how in list(left_out.items())[:_NAMED]}
-    unknown = {test: log.unknown[name] for test in listed for name in log.names(test) if name in log.unknown}
-    if unknown:
-        info["unknown_tests"] = {test[:200]: status for test, status in list(unknown.items())[:_NAMED]}
-    if success and exit_code and not log.failed:
-        success = False
-        info["contradiction"] = f"exit code {exit_code}, and no test of the log has failed"
-    return Grade(outcome=float(success), success=success, info=info)
+    listed_tests = list(dict.fromkeys([*fails, *passes]))
+    needed_tests, xfailed = {*fails}, {test for test in fails if log.names(test) & log.xfailed}
+    good_tests = {test for test in listed_tests if log.has_passed(test)} - xfailed
+    absent_tests = [test for test in listed_tests if not log.names(test)]
+    is_success = len(good_tests) == len(listed_tests)
+    fixed_share = len(good_tests & needed_tests) / len(needed_tests)
+    kept_share = len(good_tests & {*passes}) / len({*passes}) if passes else 1.0
+    grade_info: dict[str, Json] = {
+        "mended": fixed_share,
+        "kept": kept_share,
+        "tests": len(listed_tests),
+        "absent": len(absent_tests),
+    }
+    if not is_success and (fixed_tests := [test for test in dict.fromkeys(fails) if test in good_tests]):
+        grade_info["mended_tests"] = [test[:200] for test in fixed_tests[:_NAMED]]
+    if absent_tests:
+        grade_info["absent_tests"] = [test[:200] for test in absent_tests[:_NAMED]]
+    skipped_tests = {
+        test for test in listed_tests if (log_names := log.names(test)) and log_names <= log.others - log.failed
+    }
+    if left_out_tests := {
+        test: "xfailed" if test in xfailed else "skipped" for test in listed_tests if test in skipped_tests | xfailed
+    }:
+        grade_info["left_out_tests"] = {
+            test[:200]: left_out_as for test, left_out_as in list(left_out_tests.items())[:_NAMED]
+        }
+    unknown_tests = {
+        test: log.unknown[log_name] for test in listed_tests for log_name in log.names(test) if log_name in log.unknown
+    }
+    if unknown_tests:
+        grade_info["unknown_tests"] = {test[:200]: status for test, status in list(unknown_tests.items())[:_NAMED]}
+    if is_success and exit_code and not log.failed:
+        is_success = False
+        grade_info["contradiction"] = f"exit code {exit_code}, and no test of the log has failed"
+    return Grade(outcome=float(is_success), success=is_success, info=grade_info)

@@ -44,28 +44,30 @@ class TextGame(Env):
         self._solution = solve(self._world, self._state) or []
         self._left = len(self._solution)  # of the shortest way
         self._used, self._over = 0, False
-        goal = f"Somewhere in this house is a {self._world.treasure}, in a chest. Bring it to the {self._world.start}."
-        first = "\n".join([goal, HELP, "Write one command at a time.", describe(self._world, self._state)])
-        return (Message(role="user", content=first),), {}
+        goal_text = (
+            f"Somewhere in this house is a {self._world.treasure}, in a chest. Bring it to the {self._world.start}."
+        )
+        first_message = "\n".join([goal_text, HELP, "Write one command at a time.", describe(self._world, self._state)])
+        return (Message(role="user", content=first_message),), {}
 
     def step(self, action: str) -> StepResult:
         if self._over:
             raise ResetNeeded("TextGame: call reset before step, and after the end of an episode")
-        lines = [line for line in action.splitlines() if line.strip()]
-        self._state, reply = act(self._world, self._state, lines[-1][:200] if lines else "")
+        command_lines = [command_line for command_line in action.splitlines() if command_line.strip()]
+        self._state, world_reply = act(self._world, self._state, command_lines[-1][:200] if command_lines else "")
         self._used += 1
-        terminated = won(self._world, self._state)
-        truncated = not terminated and self._used >= self._turns
-        self._over = terminated or truncated
+        is_won = won(self._world, self._state)
+        is_cut_off = not is_won and self._used >= self._turns
+        self._over = is_won or is_cut_off
         reward = self._progress()
-        info: Info = {}
+        step_info: Info = {}
         if self._over:
-            info = self._judged(StopReason.DONE if terminated else StopReason.TURN_LIMIT)
+            step_info = self._judged(StopReason.DONE if is_won else StopReason.TURN_LIMIT)
         elif self._shaped:
-            info = {"unsettled": self._left / len(self._solution) - 1.0}
-        if truncated and self._shaped:
+            step_info = {"unsettled": self._left / len(self._solution) - 1.0}
+        if is_cut_off and self._shaped:
             reward += self._left / len(self._solution) - 1.0
-        return (Message(role="user", content=clean_text(reply)),), reward, terminated, truncated, info
+        return (Message(role="user", content=clean_text(world_reply)),), reward, is_won, is_cut_off, step_info
 
     async def aend(self, reason: StopReason) -> Info:
         self._over = True
@@ -73,10 +75,10 @@ class TextGame(Env):
 
     def oracles(self) -> list[Oracle]:
         """The shortest solution; the same without its last command; and waiting."""
-        short = [*self._solution[:-1], "look"]
+        short_solution = [*self._solution[:-1], "look"]
         return [
             Oracle("shortest solution", 1.0, script(*self._solution)),
-            Oracle("one command short", 0.0, script(*short)),
+            Oracle("one command short", 0.0, script(*short_solution)),
             Oracle("no-op", 0.0, say("")),
         ]
 
@@ -84,9 +86,9 @@ class TextGame(Env):
         """The part of the shortest way by which the command shortened it, as a share of the whole way."""
         if not self._shaped:
             return 0.0
-        before, self._left = self._left, len(solve(self._world, self._state) or [])
-        return (before - self._left) / len(self._solution)
+        left_before, self._left = self._left, len(solve(self._world, self._state) or [])
+        return (left_before - self._left) / len(self._solution)
 
     def _judged(self, reason: StopReason) -> Info:
-        success = won(self._world, self._state)
-        return {"stop_reason": reason.value, "outcome": float(success), "success": success}
+        is_won = won(self._world, self._state)
+        return {"stop_reason": reason.value, "outcome": float(is_won), "success": is_won}

@@ -62,9 +62,9 @@ def draw(rng: np.random.Generator, rooms: int, locks: int) -> World:
     """A world of `rooms` rooms with `locks` locked doors, on the way to the treasure first, that can be won: drawn anew
     until it can."""
     while True:
-        world = _draw(rng, rooms, locks)
-        if solve(world, begin(world)) is not None:
-            return world
+        drawn_world = _draw(rng, rooms, locks)
+        if solve(drawn_world, begin(drawn_world)) is not None:
+            return drawn_world
 
 
 def begin(world: World) -> State:
@@ -79,27 +79,27 @@ def won(world: World, state: State) -> bool:
 
 def act(world: World, state: State, command: str) -> tuple[State, str]:
     """Apply one command; one that makes no sense changes nothing and says why."""
-    verb, _, rest = " ".join(command.lower().split()).partition(" ")
-    rest = rest.removeprefix("the ")
-    match verb:
+    verb_word, _, object_words = " ".join(command.lower().split()).partition(" ")
+    object_words = object_words.removeprefix("the ")
+    match verb_word:
         case "look":
             return state, describe(world, state)
         case "inventory":
             return state, f"You carry {_listed(state.held)}."
         case "go":
-            return _go(world, state, rest)
+            return _go(world, state, object_words)
         case "take":
-            return _take(world, state, rest)
+            return _take(world, state, object_words)
         case "drop":
-            if rest not in state.held:
-                return state, f"You do not carry {rest or 'that'}."
-            lying = {**state.lying, rest: state.room}
-            return replace(state, held=state.held - {rest}, lying=lying), f"You drop the {rest}."
+            if object_words not in state.held:
+                return state, f"You do not carry {object_words or 'that'}."
+            lying_things = {**state.lying, object_words: state.room}
+            return replace(state, held=state.held - {object_words}, lying=lying_things), f"You drop the {object_words}."
         case "unlock":
-            return _unlock(world, state, rest)
+            return _unlock(world, state, object_words)
         case "open":
-            if rest != "chest" or state.room != world.chest:
-                return state, f"There is no {rest or 'such thing'} to open here."
+            if object_words != "chest" or state.room != world.chest:
+                return state, f"There is no {object_words or 'such thing'} to open here."
             return replace(state, chest_open=True), f"The chest is open. Inside: {world.treasure}."
         case _:
             return state, f"That means nothing here. {HELP}"
@@ -107,52 +107,56 @@ def act(world: World, state: State, command: str) -> tuple[State, str]:
 
 def describe(world: World, state: State) -> str:
     """The player's view: room, doors, things."""
-    doors = [
-        direction + (f" ({colour} door, locked)" if (colour := _lock(world, state, direction)) else "")
+    door_words = [
+        direction + (f" ({lock_colour} door, locked)" if (lock_colour := _lock(world, state, direction)) else "")
         for direction in world.exits[state.room]
     ]
-    here = sorted(thing for thing, room in state.lying.items() if room == state.room and _seen(world, state, thing))
+    things_here = sorted(
+        lying_thing
+        for lying_thing, thing_room in state.lying.items()
+        if thing_room == state.room and _seen(world, state, lying_thing)
+    )
     if state.room == world.chest:
-        here.append("an open chest" if state.chest_open else "a closed chest")
-    seen = f" You see {', '.join(here)}." if here else ""
-    return f"You are in the {state.room}. Ways: {', '.join(doors)}.{seen}"
+        things_here.append("an open chest" if state.chest_open else "a closed chest")
+    seen_words = f" You see {', '.join(things_here)}." if things_here else ""
+    return f"You are in the {state.room}. Ways: {', '.join(door_words)}.{seen_words}"
 
 
 def solve(world: World, state: State) -> list[str] | None:
     """The shortest list of commands that wins from here (breadth first), None if nothing does."""
-    seen = {state.key}
-    queue: deque[tuple[State, list[str]]] = deque([(state, [])])
-    while queue:
-        at, done = queue.popleft()
-        if won(world, at):
-            return done
-        for command in _useful(world, at):
-            following, _ = act(world, at, command)
-            if following.key not in seen:
-                seen.add(following.key)
-                queue.append((following, [*done, command]))
+    seen_keys = {state.key}
+    open_states: deque[tuple[State, list[str]]] = deque([(state, [])])
+    while open_states:
+        reached_state, commands = open_states.popleft()
+        if won(world, reached_state):
+            return commands
+        for command in _useful(world, reached_state):
+            following, _ = act(world, reached_state, command)
+            if following.key not in seen_keys:
+                seen_keys.add(following.key)
+                open_states.append((following, [*commands, command]))
     return None
 
 
 def _useful(world: World, state: State) -> Iterator[str]:
     """Commands that a shortest solution may need here: dropping things never helps."""
-    needed = {world.treasure, *(f"{colour} key" for colour in world.locks.values())}
-    for thing, room in state.lying.items():
-        if room == state.room and thing in needed and _seen(world, state, thing):
-            yield f"take {thing}"
+    needed_things = {world.treasure, *(f"{lock_colour} key" for lock_colour in world.locks.values())}
+    for lying_thing, thing_room in state.lying.items():
+        if thing_room == state.room and lying_thing in needed_things and _seen(world, state, lying_thing):
+            yield f"take {lying_thing}"
     if state.room == world.chest and not state.chest_open:
         yield "open chest"
     for direction in world.exits[state.room]:
-        colour = _lock(world, state, direction)
-        yield f"unlock {direction}" if colour else f"go {direction}"
+        lock_colour = _lock(world, state, direction)
+        yield f"unlock {direction}" if lock_colour else f"go {direction}"
 
 
 def _go(world: World, state: State, direction: str) -> tuple[State, str]:
     following = world.exits[state.room].get(direction)
     if following is None:
         return state, f"There is no way {direction or 'without a direction'}."
-    if colour := _lock(world, state, direction):
-        return state, f"The {colour} door is locked."
+    if lock_colour := _lock(world, state, direction):
+        return state, f"The {lock_colour} door is locked."
     state = replace(state, room=following)
     return state, describe(world, state)
 
@@ -160,23 +164,23 @@ def _go(world: World, state: State, direction: str) -> tuple[State, str]:
 def _take(world: World, state: State, thing: str) -> tuple[State, str]:
     if state.lying.get(thing) != state.room or not _seen(world, state, thing):
         return state, f"There is no {thing or 'such thing'} to take here."
-    lying = {name: room for name, room in state.lying.items() if name != thing}
-    return replace(state, held=state.held | {thing}, lying=lying), f"You take the {thing}."
+    lying_things = {thing_name: thing_room for thing_name, thing_room in state.lying.items() if thing_name != thing}
+    return replace(state, held=state.held | {thing}, lying=lying_things), f"You take the {thing}."
 
 
 def _unlock(world: World, state: State, direction: str) -> tuple[State, str]:
-    colour = _lock(world, state, direction)
-    if colour is None:
+    lock_colour = _lock(world, state, direction)
+    if lock_colour is None:
         return state, f"There is no locked door {direction or 'there'}."
-    if f"{colour} key" not in state.held:
-        return state, f"You need the {colour} key."
-    return replace(state, unlocked=state.unlocked | {colour}), f"The {colour} door is unlocked."
+    if f"{lock_colour} key" not in state.held:
+        return state, f"You need the {lock_colour} key."
+    return replace(state, unlocked=state.unlocked | {lock_colour}), f"The {lock_colour} door is unlocked."
 
 
 def _lock(world: World, state: State, direction: str) -> str | None:
     """The colour of the lock in the way, None if the way is free or there is none."""
-    colour = world.locks.get((state.room, direction))
-    return None if colour in state.unlocked else colour
+    lock_colour = world.locks.get((state.room, direction))
+    return None if lock_colour in state.unlocked else lock_colour
 
 
 def _seen(world: World, state: State, thing: str) -> bool:
@@ -186,37 +190,42 @@ def _seen(world: World, state: State, thing: str) -> bool:
 
 def _draw(rng: np.random.Generator, rooms: int, locks: int) -> World:
     """Any world; the keys may lie where nobody gets to."""
-    names = [str(name) for name in rng.permutation(ROOMS)[:rooms]]
-    start = names[0]
-    places: dict[str, tuple[int, int]] = {start: (0, 0)}
-    exits: dict[str, dict[str, str]] = {name: {} for name in names}
+    room_names = [str(room_name) for room_name in rng.permutation(ROOMS)[:rooms]]
+    start_room = room_names[0]
+    room_places: dict[str, tuple[int, int]] = {start_room: (0, 0)}
+    room_exits: dict[str, dict[str, str]] = {room_name: {} for room_name in room_names}
     door_to: dict[str, tuple[str, str]] = {}  # of every room but the first: the way by which it is reached
-    for name in names[1:]:
-        room, direction = door_to[name] = _free(rng, places)
-        (x, y), (dx, dy) = places[room], DIRECTIONS[direction]
-        places[name] = (x + dx, y + dy)
-        exits[room][direction], exits[name][OPPOSITE[direction]] = name, room
-    chest = max(names[1:], key=lambda room: sum(map(abs, places[room])))
-    needed = list(_way(door_to, chest))
-    others = [door_to[name] for name in names[1:] if door_to[name] not in needed]
-    doors = [*_shuffled(rng, needed), *_shuffled(rng, others)][:locks]
-    front = dict(zip(doors, COLOURS, strict=False))
-    back = {(exits[room][direction], OPPOSITE[direction]): colour for (room, direction), colour in front.items()}
+    for room_name in room_names[1:]:
+        from_room, direction = door_to[room_name] = _free(rng, room_places)
+        (x, y), (dx, dy) = room_places[from_room], DIRECTIONS[direction]
+        room_places[room_name] = (x + dx, y + dy)
+        room_exits[from_room][direction], room_exits[room_name][OPPOSITE[direction]] = room_name, from_room
+    chest_room = max(room_names[1:], key=lambda room: sum(map(abs, room_places[room])))
+    needed_doors = list(_way(door_to, chest_room))
+    other_doors = [door_to[room_name] for room_name in room_names[1:] if door_to[room_name] not in needed_doors]
+    locked_doors = [*_shuffled(rng, needed_doors), *_shuffled(rng, other_doors)][:locks]
+    front_locks = dict(zip(locked_doors, COLOURS, strict=False))
+    back_locks = {
+        (room_exits[from_room][direction], OPPOSITE[direction]): lock_colour
+        for (from_room, direction), lock_colour in front_locks.items()
+    }
     treasure = str(rng.choice(TREASURES))
-    things = [f"{colour} key" for colour in front.values()]
-    things += [str(thing) for thing in rng.permutation(OTHERS)[: rooms // 2]]
-    lying = {thing: str(rng.choice(names)) for thing in things}
-    return World(exits, front | back, start, chest, treasure, {**lying, treasure: chest})
+    all_things = [f"{lock_colour} key" for lock_colour in front_locks.values()]
+    all_things += [str(other_thing) for other_thing in rng.permutation(OTHERS)[: rooms // 2]]
+    lying_things = {other_thing: str(rng.choice(room_names)) for other_thing in all_things}
+    return World(
+        room_exits, front_locks | back_locks, start_room, chest_room, treasure, {**lying_things, treasure: chest_room}
+    )
 
 
 def _free(rng: np.random.Generator, places: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
     """A room and a direction in which nothing is yet."""
-    free = [
-        (room, direction)
-        for (room, (x, y)), (direction, (dx, dy)) in itertools.product(places.items(), DIRECTIONS.items())
+    free_ways = [
+        (from_room, direction)
+        for (from_room, (x, y)), (direction, (dx, dy)) in itertools.product(places.items(), DIRECTIONS.items())
         if (x + dx, y + dy) not in places.values()
     ]
-    return free[int(rng.integers(len(free)))]
+    return free_ways[int(rng.integers(len(free_ways)))]
 
 
 def _way(door_to: Mapping[str, tuple[str, str]], room: str) -> Iterator[tuple[str, str]]:
@@ -227,7 +236,7 @@ def _way(door_to: Mapping[str, tuple[str, str]], room: str) -> Iterator[tuple[st
 
 
 def _shuffled(rng: np.random.Generator, doors: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [doors[int(at)] for at in rng.permutation(len(doors))]
+    return [doors[int(door_index)] for door_index in rng.permutation(len(doors))]
 
 
 def _listed(things: frozenset[str]) -> str:
