@@ -1,4 +1,4 @@
-"""Says of an observation whether the trainer evidence a promise, with evidence. Pure functions, standard library only.
+"""Judges that say of an observation whether the trainer keeps a promise, with evidence. Standard library only.
 
 A judge never asks how a trainer computes. Tokens, log-probs and contexts are compared with the engine's record. The
 advantages of a group are held to what every group baseline has in common (the mean, leave-one-out, with or without
@@ -334,7 +334,9 @@ def noticed_loss(seen: Observation, scenario: Scenario) -> Verdict:
 
 
 def bounded_age(seen: Observation, scenario: Scenario) -> Verdict:
-    """No token is trained that is older than the bound; to stop is as good as to go on."""
+    """No token is trained that is older than the bound; to stop is as good as to go on.
+
+    The scenario's engine keeps its first weights, so a token in the loss of step n is n - 1 steps old."""
     turns, faults = trained_turns(seen)
     too_late = sorted({turn.row.step for turn in turns if turn.row.step - 1 > scenario.max_lag})
     if too_late:

@@ -150,6 +150,7 @@ def train(scenario: Scenario, setup: Setup, recorder: Recorder) -> None:
 
 
 def _learner(setup: Setup) -> Learner:
+    """A learner of the tiny model with the run file's defaults, and a folder for its checkpoints."""
     learner = build_learner(
         LearnerSettings(model=str(setup.model), train=Train(lr=1e-3)), setup.model, folder_of=model_dir
     )
@@ -181,6 +182,7 @@ def _weights(learner: Learner, setup: Setup) -> Weights:
 
 
 def _step(learner: Learner, batch: Batch, passes: _Pass, recorder: Recorder) -> None:
+    """Train a batch, and report the rows that entered the loss and the episodes that did not."""
     passes.turns.clear()
     step_report = learner.step(batch.groups, step_of=batch.step_of, undone=batch.undone, max_lag=batch.max_lag)
     for trajectory in batch.trajectories:
