@@ -25,20 +25,21 @@ def new_env(name: str, folder: Path) -> tuple[str, list[Path]]:
 
     Raises UsageError for a name that Python cannot import, or a folder that holds something already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in _TAKEN:
-        hint = "give lower-case letters, digits and _, such as my_env, and no module of Python's own"
-        raise UsageError(f"{name!r} is no name for a package: {hint}")
+        suggestion = "give lower-case letters, digits and _, such as my_env, and no module of Python's own"
+        raise UsageError(f"{name!r} is no name for a package: {suggestion}")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give another --out")
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty: give another --out")
-    words = {"package": name, "class": "".join(word.capitalize() for word in name.split("_"))}
-    words["install_train"] = install_command("train")
-    words["id"] = f"{name}/{words['class']}-v0"
-    written: list[Path] = []
-    root = _TEMPLATES / "env"
-    for template in sorted(root.rglob("*.in")):
-        path = folder / Template(str(template.relative_to(root))).substitute(words).removesuffix(".in")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Template(template.read_text()).substitute(words))
-        written.append(path)
-    return words["id"], written
+    substitutions = {"package": name, "class": "".join(name_word.capitalize() for name_word in name.split("_"))}
+    substitutions["install_train"] = install_command("train")
+    substitutions["id"] = f"{name}/{substitutions['class']}-v0"
+    written_paths: list[Path] = []
+    template_root = _TEMPLATES / "env"
+    for template in sorted(template_root.rglob("*.in")):
+        relative_path = str(template.relative_to(template_root))
+        file_path = folder / Template(relative_path).substitute(substitutions).removesuffix(".in")
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        file_path.write_text(Template(template.read_text()).substitute(substitutions))
+        written_paths.append(file_path)
+    return substitutions["id"], written_paths
