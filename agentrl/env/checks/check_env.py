@@ -49,10 +49,10 @@ class EnvReport:
         return not self.findings
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {len(self.checks)} checks, {len(self.findings)} findings"]
-        lines += [str(finding) for finding in self.findings]
-        lines += [f"  not checked: {reason}" for reason in self.skipped]
-        return "\n".join(lines)
+        report_lines = [f"{self.name}: {len(self.checks)} checks, {len(self.findings)} findings"]
+        report_lines += [str(finding) for finding in self.findings]
+        report_lines += [f"  not checked: {skip_reason}" for skip_reason in self.skipped]
+        return "\n".join(report_lines)
 
 
 def check_env(
@@ -73,49 +73,56 @@ def check_env(
     What it checks: gymnasium's own checker; tool schemas; equal replay; records that JSON can carry; close, again and
     again; cancellation in mid-step; eight instances at once; any text as an action; leaks of processes, descriptors,
     threads and files; snapshots, where there are some."""
-    factory, name = _factory(env)
+    env_factory, env_name = _factory(env)
     findings: list[Finding] = []
-    skipped: list[str] = []
-    ran: list[str] = []
-    with _private_temporary_folder() as folder:
+    skip_reasons: list[str] = []
+    check_names: list[str] = []
+    with _private_temporary_folder() as temporary_folder:
         subject = Subject(
-            make=factory, actions=tuple(actions), seed=seed, steps=steps, deadline_s=deadline_s, tmp=folder
+            make=env_factory,
+            actions=tuple(actions),
+            seed=seed,
+            steps=steps,
+            deadline_s=deadline_s,
+            tmp=temporary_folder,
         )
-        for check in CHECKS:
-            ran.append(check.__name__)
-            flaws, reason = _flaws(check, subject)
-            if reason:
-                skipped.append(reason)
+        for check_function in CHECKS:
+            check_names.append(check_function.__name__)
+            check_flaws, skip_reason = _flaws(check_function, subject)
+            if skip_reason:
+                skip_reasons.append(skip_reason)
             findings += [
-                Finding(check.__name__, flaw.problem, place_of(factory, flaw), flaw.hint)
-                for flaw in dict.fromkeys(flaws)
+                Finding(check_function.__name__, flaw.problem, place_of(env_factory, flaw), flaw.hint)
+                for flaw in dict.fromkeys(check_flaws)
             ]
             # An environment that cannot start would fail every other check for the same reason, and hide it among their
             # findings.
-            if findings and check is CHECKS[0]:
+            if findings and check_function is CHECKS[0]:
                 break
-    report = EnvReport(name, tuple(ran), tuple(dict.fromkeys(findings)), tuple(skipped))
-    if raises and not report:
-        raise EnvCheckFailed(str(report))
-    return report
+    env_report = EnvReport(env_name, tuple(check_names), tuple(dict.fromkeys(findings)), tuple(skip_reasons))
+    if raises and not env_report:
+        raise EnvCheckFailed(str(env_report))
+    return env_report
 
 
 def _flaws(check: Callable[[Subject], Any], subject: Subject) -> tuple[list[Flaw], str]:
     """Run a check. Returns its flaws, and why it was skipped, empty if it was not. An exception that broke the
     environment on the way is a flaw too."""
-    flaws: list[Flaw] = []
+    check_flaws: list[Flaw] = []
     try:
         # One by one: a check that breaks half-way keeps the flaws that it has found before.
         for flaw in check(subject):
-            flaws.append(flaw)
-    except Skipped as reason:
-        return flaws, str(reason)
-    except Broke as broke:
-        flaws.append(Flaw(str(broke), "fix the cause of this exception", broke.method, broke.cause))
-    except Exception as error:
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        flaws.append(Flaw(problem, "fix the cause of this exception", "step", error))
-    return flaws, ""
+            check_flaws.append(flaw)
+    except Skipped as skip_reason:
+        return check_flaws, str(skip_reason)
+    except Broke as env_failure:
+        check_flaws.append(
+            Flaw(str(env_failure), "fix the cause of this exception", env_failure.method, env_failure.cause)
+        )
+    except Exception as check_error:
+        problem = f"{type(check_error).__name__}: {' '.join(str(check_error).split())}"[:400]
+        check_flaws.append(Flaw(problem, "fix the cause of this exception", "step", check_error))
+    return check_flaws, ""
 
 
 def _factory(env: Any) -> tuple[Callable[[], gymnasium.Env[Any, Any]], str]:
@@ -124,34 +131,34 @@ def _factory(env: Any) -> tuple[Callable[[], gymnasium.Env[Any, Any]], str]:
         return lambda: make(env), env
     if isinstance(env, gymnasium.Env):
         instance = cast("gymnasium.Env[Any, Any]", env)
-        spec, cls = instance.spec, type(instance)
-        if spec is not None:
-            return lambda: spec.make(), str(spec.id)
-        if any(_needed(parameter) for parameter in inspect.signature(cls).parameters.values()):
-            raise UsageError(f"check_env makes many instances: give it a function that makes a {cls.__name__}")
-        return cls, cls.__name__
+        env_spec, env_class = instance.spec, type(instance)
+        if env_spec is not None:
+            return lambda: env_spec.make(), str(env_spec.id)
+        if any(_needed(parameter) for parameter in inspect.signature(env_class).parameters.values()):
+            raise UsageError(f"check_env makes many instances: give it a function that makes a {env_class.__name__}")
+        return env_class, env_class.__name__
     if not callable(env):
         raise UsageError(f"check_env takes an id, a class, a factory or an environment, not {env!r}")
     return cast("Callable[[], gymnasium.Env[Any, Any]]", env), getattr(env, "__name__", "the environment")
 
 
 def _needed(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not variadic
+    is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not is_variadic
 
 
 @contextlib.contextmanager
 def _private_temporary_folder() -> Generator[Path]:
     """A temporary folder that only the checked environment writes to, so that what stays in it is its own."""
-    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="check_env_") as folder:
+    former_folder, former_variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="check_env_") as private_folder:
         # Both: Python has read the variable already, and programs that the environment starts read only the variable.
-        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        tempfile.tempdir = os.environ["TMPDIR"] = private_folder
         try:
-            yield Path(folder)
+            yield Path(private_folder)
         finally:
-            tempfile.tempdir = before
-            if variable is None:
+            tempfile.tempdir = former_folder
+            if former_variable is None:
                 del os.environ["TMPDIR"]
             else:
-                os.environ["TMPDIR"] = variable
+                os.environ["TMPDIR"] = former_variable

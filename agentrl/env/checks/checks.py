@@ -46,132 +46,141 @@ def can_start(subject: Subject) -> Iterator[Flaw]:
 
 def follows_gymnasium(subject: Subject) -> Iterator[Flaw]:
     """gymnasium's own checker passes, without a warning."""
-    env = subject.make()
+    checked_env = subject.make()
     hint = "see gymnasium's API of Env"
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as recorded_warnings:
         warnings.simplefilter("always")
         try:
-            ours = type(env.unwrapped).render is Env.render
-            env_checker.check_env(env.unwrapped, skip_render_check=ours)
-        except Exception as error:
-            problem = " ".join(str(error).split()) or type(error).__name__
-            yield Flaw(problem, hint, "reset" if "reset" in problem else "step", error)
+            inherits_render = type(checked_env.unwrapped).render is Env.render
+            env_checker.check_env(checked_env.unwrapped, skip_render_check=inherits_render)
+        except Exception as checker_error:
+            problem = " ".join(str(checker_error).split()) or type(checker_error).__name__
+            yield Flaw(problem, hint, "reset" if "reset" in problem else "step", checker_error)
         finally:
-            env.close()
-    for warning in warned:
-        problem = re.sub(r"\x1b\[[\d;]*m", "", str(warning.message))
-        if "alternative render modes" not in problem and issubclass(warning.category, UserWarning):
+            checked_env.close()
+    for recorded_warning in recorded_warnings:
+        problem = re.sub(r"\x1b\[[\d;]*m", "", str(recorded_warning.message))
+        if "alternative render modes" not in problem and issubclass(recorded_warning.category, UserWarning):
             yield Flaw(problem, hint, "reset" if "reset" in problem else "step")
 
 
 def offers_valid_tools(subject: Subject) -> Iterator[Flaw]:
     """Tool schemas are valid, named and described."""
-    env = as_async(subject.make())
-    schemas = [function_schema(schema) for schema in env.tool_schemas()]
-    in_trio(subject, env.aclose)
-    names = [str(schema.get("name")) for schema in schemas]
-    for name, schema in zip(names, schemas, strict=True):
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-            yield Flaw(f"tool name {name!r}", "use at most 64 letters, digits, _ and -", name)
-        if not schema.get("description"):
-            yield Flaw(f"tool {name!r} has no description", "say what it does: the model reads it", name)
+    checked_env = as_async(subject.make())
+    tool_schemas = [function_schema(tool_schema) for tool_schema in checked_env.tool_schemas()]
+    in_trio(subject, checked_env.aclose)
+    tool_names = [str(tool_schema.get("name")) for tool_schema in tool_schemas]
+    for tool_name, tool_schema in zip(tool_names, tool_schemas, strict=True):
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool_name):
+            yield Flaw(f"tool name {tool_name!r}", "use at most 64 letters, digits, _ and -", tool_name)
+        if not tool_schema.get("description"):
+            yield Flaw(f"tool {tool_name!r} has no description", "say what it does: the model reads it", tool_name)
         try:
-            jsonschema.Draft202012Validator.check_schema(schema.get("parameters") or {})
-        except jsonschema.SchemaError as error:
-            yield Flaw(f"tool {name!r}: {error.message}", "fix the JSON schema of its parameters", name)
-    if len(set(names)) < len(names):
-        yield Flaw(f"tools share a name: {', '.join(names)}", "rename one", "tool_schemas")
+            jsonschema.Draft202012Validator.check_schema(tool_schema.get("parameters") or {})
+        except jsonschema.SchemaError as schema_error:
+            yield Flaw(
+                f"tool {tool_name!r}: {schema_error.message}", "fix the JSON schema of its parameters", tool_name
+            )
+    if len(set(tool_names)) < len(tool_names):
+        yield Flaw(f"tools share a name: {', '.join(tool_names)}", "rename one", "tool_schemas")
 
 
 def replays_equally(subject: Subject) -> Iterator[Flaw]:
     """Equal seeds give equal starts, and equal actions equal answers, on fresh and on used instances."""
-    first = in_trio(subject, lambda: life(subject, subject.seed))
-    fresh = in_trio(subject, lambda: life(subject, subject.seed, actions=first.actions))
-    used = in_trio(subject, lambda: second_life(subject, first.actions), plays=2)
-    promised = subject.replayable
-    for other, which in ((fresh, "a fresh instance"), (used, "an instance that has played before")):
-        if (other.start, other.info) != (first.start, first.info):
-            difference = _difference((first.start, first.info), (other.start, other.info))
+    original_play = in_trio(subject, lambda: life(subject, subject.seed))
+    fresh_play = in_trio(subject, lambda: life(subject, subject.seed, actions=original_play.actions))
+    reused_play = in_trio(subject, lambda: second_life(subject, original_play.actions), plays=2)
+    promises_replay = subject.replayable
+    for repeated_play, instance_kind in (
+        (fresh_play, "a fresh instance"),
+        (reused_play, "an instance that has played before"),
+    ):
+        if (repeated_play.start, repeated_play.info) != (original_play.start, original_play.info):
+            difference = _difference(
+                (original_play.start, original_play.info), (repeated_play.start, repeated_play.info)
+            )
             yield Flaw(
-                f"reset(seed={subject.seed}) gave another answer on {which}: {difference}",
+                f"reset(seed={subject.seed}) gave another answer on {instance_kind}: {difference}",
                 "call super().reset(seed=seed) first, draw only from self.np_random, clear all state",
                 "reset",
             )
-        elif promised:
+        elif promises_replay:
             yield from _first_difference(
-                first,
-                other,
-                f"on {which}",
+                original_play,
+                repeated_play,
+                f"on {instance_kind}",
                 "make step a function of seed and actions (no clock, no address, no set order), or replayable = False",
             )
-    if not promised:
+    if not promises_replay:
         raise Skipped("replay of actions: replayable is False, so an episode that lost its worker starts anew")
 
 
 def gives_plain_records(subject: Subject) -> Iterator[Flaw]:
     """Observations are messages, rewards finite numbers, flags truth values, infos JSON with typed keys."""
-    space = subject.space
-    for seed in range(subject.seed, subject.seed + 3):
-        played = in_trio(subject, lambda seed=seed: life(subject, seed, ends=True))
-        yield from _not_plain("reset", played.start, played.info, space)
-        yield from _not_plain("aend", (), played.end, space)
-        for observation, reward, terminated, truncated, info in played.steps:
-            yield from _not_plain("step", observation, info, space)
-            if type(reward) not in (float, int) or not math.isfinite(reward):
-                yield Flaw(f"reward = {reward!r}", "return a finite Python float")
-            for name, flag in (("terminated", terminated), ("truncated", truncated)):
-                if type(flag) is not bool:
-                    yield Flaw(f"{name} = {flag!r}", "return True or False")
+    message_space = subject.space
+    for episode_seed in range(subject.seed, subject.seed + 3):
+        recorded_play = in_trio(subject, lambda seed=episode_seed: life(subject, seed, ends=True))
+        yield from _not_plain("reset", recorded_play.start, recorded_play.info, message_space)
+        yield from _not_plain("aend", (), recorded_play.end, message_space)
+        for observation, step_reward, terminated, truncated, step_info in recorded_play.steps:
+            yield from _not_plain("step", observation, step_info, message_space)
+            if type(step_reward) not in (float, int) or not math.isfinite(step_reward):
+                yield Flaw(f"reward = {step_reward!r}", "return a finite Python float")
+            for flag_name, flag_value in (("terminated", terminated), ("truncated", truncated)):
+                if type(flag_value) is not bool:
+                    yield Flaw(f"{flag_name} = {flag_value!r}", "return True or False")
 
 
 def grades_each_end(subject: Subject) -> Iterator[Flaw]:
     """An episode of a `ToolEnv` ends with an outcome, unless the class says that `graded` is False."""
-    env = subject.make().unwrapped
-    env.close()
-    if not isinstance(env, ToolEnv) or not env.graded:
+    checked_env = subject.make().unwrapped
+    checked_env.close()
+    if not isinstance(checked_env, ToolEnv) or not checked_env.graded:
         return
-    played = in_trio(subject, lambda: life(subject, subject.seed, ends=True))
-    if "outcome" not in played.end and not any("outcome" in step[4] for step in played.steps):
-        reason = "is not written" if type(env).grade is ToolEnv.grade else "returned None"
+    recorded_play = in_trio(subject, lambda: life(subject, subject.seed, ends=True))
+    if "outcome" not in recorded_play.end and not any(
+        "outcome" in played_step[4] for played_step in recorded_play.steps
+    ):
+        grade_problem = "is not written" if type(checked_env).grade is ToolEnv.grade else "returned None"
         hint = (
             "return a number, a truth value or a Grade; graded = False says that step rewards or the run's rewarder do"
         )
-        yield Flaw(f"an episode ended without an outcome: grade {reason}", hint, "end")
+        yield Flaw(f"an episode ended without an outcome: grade {grade_problem}", hint, "end")
 
 
 def closes_again(subject: Subject) -> Iterator[Flaw]:
     """close and aclose work before reset, after it, and a second time."""
 
     def blocking() -> None:
-        for resets in (False, True):
-            env = subject.make()
-            if resets:
-                env.reset(seed=subject.seed)
-            env.close()
-            env.close()
+        for resets_first in (False, True):
+            checked_env = subject.make()
+            if resets_first:
+                checked_env.reset(seed=subject.seed)
+            checked_env.close()
+            checked_env.close()
 
     async def awaiting() -> None:
-        for resets in (False, True):
-            env = as_async(subject.make())
-            if resets:
-                await env.areset(seed=subject.seed)
-            await env.aclose()
-            await env.aclose()
+        for resets_first in (False, True):
+            checked_env = as_async(subject.make())
+            if resets_first:
+                await checked_env.areset(seed=subject.seed)
+            await checked_env.aclose()
+            await checked_env.aclose()
 
-    for method, body in (("close", blocking), ("aclose", lambda: in_trio(subject, awaiting))):
+    for method_name, close_twice in (("close", blocking), ("aclose", lambda: in_trio(subject, awaiting))):
         try:
-            body()
-        except Exception as error:
-            problem = f"{method} raised {type(error).__name__}: {error}"
-            yield Flaw(problem, "make closing harmless before reset and a second time", method, error)
+            close_twice()
+        except Exception as close_error:
+            problem = f"{method_name} raised {type(close_error).__name__}: {close_error}"
+            yield Flaw(problem, "make closing harmless before reset and a second time", method_name, close_error)
 
 
 def survives_cancellation(subject: Subject) -> Iterator[Flaw]:
     """A step that is cancelled anywhere ends at once, and closing works after it."""
 
     async def cancelled_after(checkpoints: int) -> None:
-        env = as_async(subject.make())
-        player = Player(subject, env, subject.seed)
+        checked_env = as_async(subject.make())
+        player = Player(subject, checked_env, subject.seed)
         try:
             await player.start()
             async with trio.open_nursery() as nursery:
@@ -181,7 +190,7 @@ def survives_cancellation(subject: Subject) -> Iterator[Flaw]:
                 nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
-                await named("aclose", env.aclose())
+                await named("aclose", checked_env.aclose())
 
     # A step is cancelled at its checkpoints, and which of them is in the middle of something only the environment
     # knows.
@@ -192,23 +201,30 @@ def survives_cancellation(subject: Subject) -> Iterator[Flaw]:
 
 def runs_eight_at_once(subject: Subject) -> Iterator[Flaw]:
     """Eight instances in one process do not see each other."""
-    seeds = range(subject.seed, subject.seed + INSTANCES)
-    alone = {seed: in_trio(subject, lambda seed=seed: life(subject, seed)) for seed in seeds}
-    together: dict[int, Played] = {}
+    episode_seeds = range(subject.seed, subject.seed + INSTANCES)
+    plays_alone = {
+        episode_seed: in_trio(subject, lambda seed=episode_seed: life(subject, seed)) for episode_seed in episode_seeds
+    }
+    plays_together: dict[int, Played] = {}
 
     async def all_of_them() -> None:
         async def one(seed: int) -> None:
-            together[seed] = await life(subject, seed, actions=alone[seed].actions, yields=True)
+            plays_together[seed] = await life(subject, seed, actions=plays_alone[seed].actions, yields=True)
 
         async with trio.open_nursery() as nursery:
-            for seed in seeds:
-                nursery.start_soon(one, seed)
+            for episode_seed in episode_seeds:
+                nursery.start_soon(one, episode_seed)
 
     in_trio(subject, all_of_them, plays=INSTANCES)
     if subject.replayable:
         hint = "keep state on the instance, not on the class, the module or a fixed path"
-        for seed in seeds:
-            yield from _first_difference(alone[seed], together[seed], f"of seed {seed} beside seven others", hint)
+        for episode_seed in episode_seeds:
+            yield from _first_difference(
+                plays_alone[episode_seed],
+                plays_together[episode_seed],
+                f"of seed {episode_seed} beside seven others",
+                hint,
+            )
 
 
 def answers_any_text(subject: Subject) -> Iterator[Flaw]:
@@ -218,9 +234,9 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         from hypothesis import strategies as st
     except ImportError:
         raise Skipped("any text as an action: hypothesis is not installed") from None
-    env = as_async(subject.make())
-    names = [str(function_schema(schema).get("name")) for schema in env.tool_schemas()] or ["tool"]
-    pieces = [
+    checked_env = as_async(subject.make())
+    tool_names = [str(function_schema(schema).get("name")) for schema in checked_env.tool_schemas()] or ["tool"]
+    text_pieces = [
         "<tool_call>",
         "</tool_call>",
         '{"name": "',
@@ -231,42 +247,47 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         "{",
         "[",
         "null",
-        *names,
+        *tool_names,
     ]
-    texts = st.text() | st.lists(st.sampled_from(pieces) | st.text(max_size=5), max_size=12).map("".join)
-    space = subject.space
-    loop, until = LoopThread(), time.monotonic() + subject.deadline_s / 2
-    over = True
-    last = ""
+    text_strategy = st.text() | st.lists(st.sampled_from(text_pieces) | st.text(max_size=5), max_size=12).map("".join)
+    message_space = subject.space
+    loop_thread, probing_end = LoopThread(), time.monotonic() + subject.deadline_s / 2
+    is_episode_over = True
+    last_action = ""
 
     async def answer(action: str) -> None:
-        nonlocal over, last
-        if over:
-            await env.areset(seed=subject.seed)
-        over, last = True, action
+        nonlocal is_episode_over, last_action
+        if is_episode_over:
+            await checked_env.areset(seed=subject.seed)
+        is_episode_over, last_action = True, action
         with trio.fail_after(subject.deadline_s / 2):
-            observation, _, terminated, truncated, _ = await env.astep(action)
-        if (reason := space.why_not(observation)) is not None:
-            raise TypeError(f"observation is outside of the space: {reason}")
-        over = terminated or truncated
+            observation, _, terminated, truncated, _ = await checked_env.astep(action)
+        if (mismatch_reason := message_space.why_not(observation)) is not None:
+            raise TypeError(f"observation is outside of the space: {mismatch_reason}")
+        is_episode_over = terminated or truncated
 
     @hypothesis.settings(
         max_examples=FUZZ_EXAMPLES, deadline=None, database=None, derandomize=True, report_multiple_bugs=False
     )
-    @hypothesis.given(texts)
+    @hypothesis.given(text_strategy)
     def probe(action: str) -> None:
-        if time.monotonic() < until:
-            loop.run(answer, action)
+        if time.monotonic() < probing_end:
+            loop_thread.run(answer, action)
 
     try:
         probe()
-    except Exception as group:
-        error = single(group)  # what hypothesis cannot make happen again comes in a group
+    except Exception as raised_error:
+        single_error = single(raised_error)  # what hypothesis cannot make happen again comes in a group
         hint = "answer it with an observation (in a ToolEnv raise ToolError or ParseError): model output is hostile"
-        yield Flaw(f"the action {last[:200]!r} raised {type(error).__name__}: {error}", hint, "step", error)
+        yield Flaw(
+            f"the action {last_action[:200]!r} raised {type(single_error).__name__}: {single_error}",
+            hint,
+            "step",
+            single_error,
+        )
     finally:
-        loop.run(env.aclose)
-        loop.stop()
+        loop_thread.run(checked_env.aclose)
+        loop_thread.stop()
 
 
 # Why a leak is a difference between two counts, and why some lives come before the first count.
@@ -296,50 +317,50 @@ def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
         raise Skipped("leaks: this system has no /proc")
 
     async def lives() -> None:
-        for seed in range(3):
-            await life(subject, subject.seed + seed)
+        for seed_offset in range(3):
+            await life(subject, subject.seed + seed_offset)
 
     def blocking_life() -> None:
-        env = subject.make()
-        env.reset(seed=subject.seed)
-        env.close()
+        checked_env = subject.make()
+        checked_env.reset(seed=subject.seed)
+        checked_env.close()
 
     in_trio(subject, lives, plays=3)  # what the first time caches and imports is no leak
     blocking_life()
-    before = measure(subject.tmp)
+    held_before = measure(subject.tmp)
     in_trio(subject, lives, plays=3)
     blocking_life()
-    for leftover in left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
+    for leftover in left_since(held_before, subject.tmp, patience_s=LEAK_PATIENCE_S):
         hint = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
         yield Flaw(f"left behind by four closed episodes: {leftover}", hint, "aclose")
 
 
 def restores_snapshots(subject: Subject) -> Iterator[Flaw]:
     """A restored instance goes on exactly as the one that was saved."""
-    probe = subject.make()
-    probe.close()
-    if not (isinstance(probe, Env) and probe.has_snapshots):
+    probe_env = subject.make()
+    probe_env.close()
+    if not (isinstance(probe_env, Env) and probe_env.has_snapshots):
         raise Skipped("snapshots: snapshot and restore are not written")
 
     async def round_trip() -> tuple[Played, Played]:
-        saved, other = cast(Env, subject.make()), cast(Env, subject.make())
+        saved_env, restored_env = cast(Env, subject.make()), cast(Env, subject.make())
         try:
-            before = Player(subject, saved, subject.seed)
-            await before.start()
-            over = await before.step()
-            await named("restore", other.restore(await named("snapshot", saved.snapshot())))
-            rest, restored = Player(subject, saved, 1), Player(subject, other, 1)
-            while not over and len(rest.played.steps) < subject.steps:
-                over = await rest.step()
-                await restored.step(rest.played.actions[-1])
-            return rest.played, restored.played
+            first_player = Player(subject, saved_env, subject.seed)
+            await first_player.start()
+            is_episode_over = await first_player.step()
+            await named("restore", restored_env.restore(await named("snapshot", saved_env.snapshot())))
+            continuing_player, restored_player = Player(subject, saved_env, 1), Player(subject, restored_env, 1)
+            while not is_episode_over and len(continuing_player.played.steps) < subject.steps:
+                is_episode_over = await continuing_player.step()
+                await restored_player.step(continuing_player.played.actions[-1])
+            return continuing_player.played, restored_player.played
         finally:
-            await saved.aclose()
-            await other.aclose()
+            await saved_env.aclose()
+            await restored_env.aclose()
 
-    went_on, restored = in_trio(subject, round_trip, plays=2)
+    continued_play, restored_play = in_trio(subject, round_trip, plays=2)
     yield from _first_difference(
-        went_on, restored, "after the restore", "put the whole state into the snapshot", "snapshot"
+        continued_play, restored_play, "after the restore", "put the whole state into the snapshot", "snapshot"
     )
 
 
@@ -361,37 +382,39 @@ CHECKS: Final[tuple[Callable[[Subject], Iterator[Flaw]], ...]] = (
 
 
 def _not_plain(method: str, observation: object, info: Mapping[str, Json], space: spaces.Messages) -> Iterator[Flaw]:
-    if (reason := space.why_not(observation)) is not None:
-        yield Flaw(f"observation: {reason}", "return a tuple of {'role': …, 'content': …}", method)
+    if (mismatch_reason := space.why_not(observation)) is not None:
+        yield Flaw(f"observation: {mismatch_reason}", "return a tuple of {'role': …, 'content': …}", method)
     try:
-        carried = json.loads(json.dumps(info, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        yield Flaw(f"info is not JSON-safe: {error}", "put plain values into info", method)
+        carried_info = json.loads(json.dumps(info, allow_nan=False))
+    except (TypeError, ValueError) as json_error:
+        yield Flaw(f"info is not JSON-safe: {json_error}", "put plain values into info", method)
         return
-    if carried != info:
+    if carried_info != info:
         yield Flaw(
             f"info changes on its way through JSON: {info!r}", "use lists, not tuples, and texts as keys", method
         )
-    for key, hint in _wrong_keys(info, space):
-        yield Flaw(f"info[{key!r}] = {info[key]!r}", hint, method)
+    for info_key, hint in _wrong_keys(info, space):
+        yield Flaw(f"info[{info_key!r}] = {info[info_key]!r}", hint, method)
 
 
 def _wrong_keys(info: Mapping[str, Json], space: spaces.Messages) -> Iterator[tuple[str, str]]:
-    for name in ("outcome", "unsettled"):
-        if not _is_number(info.get(name, 0.0)):
-            yield name, "give a float"
-    for name in ("success", "masked"):
-        if not isinstance(info.get(name, False), bool):
-            yield name, "give True or False"
-    for name in ("rewards", "outcomes"):
-        by_role = info.get(name, {})
-        if not isinstance(by_role, dict) or not all(map(_is_number, cast("dict[str, Json]", by_role).values())):
-            yield name, "give a float for each role"
+    for info_key in ("outcome", "unsettled"):
+        if not _is_number(info.get(info_key, 0.0)):
+            yield info_key, "give a float"
+    for info_key in ("success", "masked"):
+        if not isinstance(info.get(info_key, False), bool):
+            yield info_key, "give True or False"
+    for info_key in ("rewards", "outcomes"):
+        values_by_role = info.get(info_key, {})
+        if not isinstance(values_by_role, dict) or not all(
+            map(_is_number, cast("dict[str, Json]", values_by_role).values())
+        ):
+            yield info_key, "give a float for each role"
     if not isinstance(info.get("role", ""), str):
         yield "role", "give a text"
-    reasons = [reason.value for reason in StopReason]
-    if info.get("stop_reason", "done") not in reasons:
-        yield "stop_reason", f"give one of {', '.join(reasons)}"
+    stop_reasons = [stop_reason.value for stop_reason in StopReason]
+    if info.get("stop_reason", "done") not in stop_reasons:
+        yield "stop_reason", f"give one of {', '.join(stop_reasons)}"
     history = info.get("history", [])
     if not isinstance(history, list) or tuple(cast("list[Any]", history)) not in space:
         yield "history", "give a list of messages"
@@ -405,14 +428,14 @@ def _first_difference(one: Played, two: Played, which: str, hint: str, method: s
     if one.start != two.start:
         yield Flaw(f"the start {which} differs: {_difference(one.start, two.start)}", hint, "reset")
         return
-    for index, (left, right) in enumerate(zip(one.steps, two.steps, strict=False)):
-        if left == right:
+    for turn_index, (first_step, second_step) in enumerate(zip(one.steps, two.steps, strict=False)):
+        if first_step == second_step:
             continue
-        problem = f"turn {index} {which} was answered differently: {_difference(left, right)}"
-        if (times := _times_alone(repr(left), repr(right))) is not None:
-            problem = f"turn {index} {which} differs only in a time that was printed: {times}"
+        problem = f"turn {turn_index} {which} was answered differently: {_difference(first_step, second_step)}"
+        if (printed_times := _times_alone(repr(first_step), repr(second_step))) is not None:
+            problem = f"turn {turn_index} {which} differs only in a time that was printed: {printed_times}"
             hint = "take times out of what the model reads, or replayable = False"
-        yield Flaw(problem, hint, method, action=one.actions[index])
+        yield Flaw(problem, hint, method, action=one.actions[turn_index])
         return
 
 
@@ -420,18 +443,30 @@ def _times_alone(one: str, two: str) -> str | None:
     """The first two times in which two recordings part, if they part in nothing else."""
     if _TIME.sub("", one) != _TIME.sub("", two):
         return None
-    pairs = zip(_TIME.findall(one), _TIME.findall(two), strict=False)
-    return next((f"{left!r} against {right!r}" for left, right in pairs if left != right), None)
+    time_pairs = zip(_TIME.findall(one), _TIME.findall(two), strict=False)
+    return next(
+        (
+            f"{first_time!r} against {second_time!r}"
+            for first_time, second_time in time_pairs
+            if first_time != second_time
+        ),
+        None,
+    )
 
 
 def _difference(one: object, two: object) -> str:
     """Where two recordings part, in one line."""
-    left, right = repr(one), repr(two)
+    first_text, second_text = repr(one), repr(two)
     first_different = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+        (
+            position
+            for position, (first_character, second_character) in enumerate(zip(first_text, second_text, strict=False))
+            if first_character != second_character
+        ),
+        min(len(first_text), len(second_text)),
     )
-    start = max(0, first_different - 20)
-    return f"{left[start : first_different + 40]!r} against {right[start : first_different + 40]!r}"
+    excerpt = slice(max(0, first_different - 20), first_different + 40)
+    return f"{first_text[excerpt]!r} against {second_text[excerpt]!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,36 +490,36 @@ def measure(folder: Path) -> Held:
 
 def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
     """Names that are held now and were not before, save those that go by themselves within `patience_s`."""
-    until = time.monotonic() + patience_s
+    patience_end = time.monotonic() + patience_s
     while True:
-        now = measure(folder)
+        held_now = measure(folder)
         leftovers = [
-            f"{kind} {name}"
-            for kind, earlier, later in (
-                ("process", before.processes, now.processes),
-                ("descriptor", before.descriptors, now.descriptors),
-                ("thread", before.threads, now.threads),
-                ("file", before.files, now.files),
+            f"{resource_kind} {resource_name}"
+            for resource_kind, names_before, names_now in (
+                ("process", before.processes, held_now.processes),
+                ("descriptor", before.descriptors, held_now.descriptors),
+                ("thread", before.threads, held_now.threads),
+                ("file", before.files, held_now.files),
             )
-            for name in (later - earlier).elements()
+            for resource_name in (names_now - names_before).elements()
         ]
-        if not leftovers or time.monotonic() > until:
+        if not leftovers or time.monotonic() > patience_end:
             return leftovers
         time.sleep(0.02)
 
 
 def _processes(folder: Path) -> Iterable[str]:
     """Children of this process, and those further down that inherited the name of its folder for temporary files."""
-    own, mark = str(os.getpid()), os.fsencode(folder)
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or entry.name == own:
+    own_id, folder_mark = str(os.getpid()), os.fsencode(folder)
+    for process_folder in Path("/proc").iterdir():
+        if not process_folder.name.isdigit() or process_folder.name == own_id:
             continue
         try:
-            name, _, rest = (entry / "stat").read_text().rpartition(")")
+            command_part, _, status_part = (process_folder / "stat").read_text().rpartition(")")
         except OSError:
             continue  # it ended meanwhile
-        if rest.split()[1] == own or mark in _variables(entry):
-            yield f"{entry.name} ({name.partition('(')[2]})"
+        if status_part.split()[1] == own_id or folder_mark in _variables(process_folder):
+            yield f"{process_folder.name} ({command_part.partition('(')[2]})"
 
 
 def _variables(process: Path) -> bytes:
@@ -496,18 +531,20 @@ def _variables(process: Path) -> bytes:
 
 
 def _descriptors() -> Iterable[str]:
-    for entry in open_files_folder().iterdir():
+    for descriptor_link in open_files_folder().iterdir():
         try:
-            target = str(entry.readlink())
+            link_target = str(descriptor_link.readlink())
         except OSError:
             continue
-        yield target.partition(":")[0] if ":[" in target else target
+        yield link_target.partition(":")[0] if ":[" in link_target else link_target
 
 
 def _threads() -> Iterable[str]:
     """trio keeps idle worker threads for some seconds: those are its own."""
-    return (thread.name for thread in threading.enumerate() if not thread.name.lower().startswith("trio"))
+    return (
+        live_thread.name for live_thread in threading.enumerate() if not live_thread.name.lower().startswith("trio")
+    )
 
 
 def _files(folder: Path) -> Iterable[str]:
-    return (str(path) for path in folder.rglob("*"))
+    return (str(temporary_path) for temporary_path in folder.rglob("*"))

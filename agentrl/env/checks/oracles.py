@@ -80,40 +80,44 @@ class OracleResult:
 async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[OracleResult]:
     """Play every oracle of the task of `seed`, each in an environment of its own; nothing if there are none."""
     verdicts: list[OracleResult] = []
-    index = 0
+    oracle_index = 0
     # A fresh environment for each oracle, reset to the same seed: oracles close over the episode that was reset, and
     # what one has done to its box must not help or hinder the next.
     while True:
-        env = make()
+        oracle_env = make()
         try:
-            messages, info = await env.areset(seed=seed)
-            oracles = env.oracles() if isinstance(env, HasOracles) else ()
-            if index >= len(oracles):
+            messages, reset_info = await oracle_env.areset(seed=seed)
+            episode_oracles = oracle_env.oracles() if isinstance(oracle_env, HasOracles) else ()
+            if oracle_index >= len(episode_oracles):
                 return verdicts
-            verdicts.append(await play(env, oracles[index], messages, str(info.get("task", ""))))
+            verdicts.append(
+                await play(oracle_env, episode_oracles[oracle_index], messages, str(reset_info.get("task", "")))
+            )
         finally:
-            await env.aclose()
-        index += 1
+            await oracle_env.aclose()
+        oracle_index += 1
 
 
 async def play(env: AsyncEnv, oracle: Oracle, messages: Messages, task: str = "") -> OracleResult:
     """Play an oracle of the episode that was just reset, to its end; `messages` are what the reset gave."""
-    turns, over, answers, began = 0, False, list[str](), 0.0
-    info: Mapping[str, Json] = {}
-    while not over and turns < TURNS:
-        text = await sync_async.call(oracle.policy, messages, blocking=False)
-        began = trio.current_time()
-        messages, _, terminated, truncated, info = await env.astep(text)
-        turns, over = turns + 1, terminated or truncated
-        answers += [str(message.get("content") or "") for message in messages]
-    seconds, outcome = trio.current_time() - began, outcome_of(info)
-    return OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), tuple(answers), seconds)
+    turn_count, is_episode_over, answer_texts, step_began_s = 0, False, list[str](), 0.0
+    step_info: Mapping[str, Json] = {}
+    while not is_episode_over and turn_count < TURNS:
+        action_text = await sync_async.call(oracle.policy, messages, blocking=False)
+        step_began_s = trio.current_time()
+        messages, _, terminated, truncated, step_info = await env.astep(action_text)
+        turn_count, is_episode_over = turn_count + 1, terminated or truncated
+        answer_texts += [str(answer_message.get("content") or "") for answer_message in messages]
+    last_step_s, final_outcome = trio.current_time() - step_began_s, outcome_of(step_info)
+    return OracleResult(
+        oracle.name, oracle.outcome, final_outcome, turn_count, task, dict(step_info), tuple(answer_texts), last_step_s
+    )
 
 
 def outcome_of(info: Mapping[str, Json]) -> float | None:
     """The outcome that an info has, None where it has none."""
-    outcome: Any = info.get("outcome")
-    return None if outcome is None else float(outcome)
+    raw_outcome: Any = info.get("outcome")
+    return None if raw_outcome is None else float(raw_outcome)
 
 
 def say(text: str) -> Callable[[Messages], str]:
@@ -123,5 +127,5 @@ def say(text: str) -> Callable[[Messages], str]:
 
 def script(*texts: str) -> Callable[[Messages], str]:
     """A policy that writes one text after the other, and the last one again from then on."""
-    remaining = list(texts)
-    return lambda messages: remaining.pop(0) if len(remaining) > 1 else remaining[0]
+    remaining_texts = list(texts)
+    return lambda messages: remaining_texts.pop(0) if len(remaining_texts) > 1 else remaining_texts[0]

@@ -78,20 +78,20 @@ class Subject:
     @property
     def space(self) -> MessagesSpace:
         """The space of its observations: as many images as it declares, and messages of any other size."""
-        env = self.make()
+        fresh_env = self.make()
         try:
-            return MessagesSpace(max_images=getattr(env.unwrapped.observation_space, "max_images", 0))
+            return MessagesSpace(max_images=getattr(fresh_env.unwrapped.observation_space, "max_images", 0))
         finally:
-            env.close()
+            fresh_env.close()
 
     @property
     def replayable(self) -> bool:
         """Whether the environment promises replay."""
-        env = self.make()
+        fresh_env = self.make()
         try:
-            return bool(getattr(env.unwrapped, "replayable", False))
+            return bool(getattr(fresh_env.unwrapped, "replayable", False))
         finally:
-            env.close()
+            fresh_env.close()
 
 
 @dataclass(slots=True)
@@ -115,38 +115,42 @@ class Player:
         self.played = Played()
 
     async def start(self) -> None:
-        answer: Any = await named("reset", self._env.areset(seed=self._seed))
+        reset_answer: Any = await named("reset", self._env.areset(seed=self._seed))
         with naming("reset"):
-            self.played.start, info = step_results.of_reset(answer, "reset")
-        self.played.info = _copied(info)
+            self.played.start, reset_info = step_results.of_reset(reset_answer, "reset")
+        self.played.info = _copied(reset_info)
 
     async def step(self, action: str | None = None) -> bool:
         """Play one turn. Returns whether the episode is over."""
         if action is None:
-            actions, index = self._subject.actions, len(self.played.steps)
+            fixed_actions, turn_index = self._subject.actions, len(self.played.steps)
             # An environment that teaches its tools in a system message offers no schemas to the chat template, but has
             # them.
-            schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
-            action = actions[index % len(actions)] if actions else sample_action(schemas, self._form, self._rng)
-        answer: Any = await named("step", self._env.astep(action))
+            tool_schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
+            action = (
+                fixed_actions[turn_index % len(fixed_actions)]
+                if fixed_actions
+                else sample_action(tool_schemas, self._form, self._rng)
+            )
+        step_answer: Any = await named("step", self._env.astep(action))
         with naming("step"):
-            observation, reward, terminated, truncated, info = step_results.of_step(answer, "step")
+            observation, step_reward, terminated, truncated, step_info = step_results.of_step(step_answer, "step")
         self.played.actions.append(action)
-        self.played.steps.append((observation, reward, terminated, truncated, _copied(info)))
+        self.played.steps.append((observation, step_reward, terminated, truncated, _copied(step_info)))
         return bool(terminated or truncated)
 
     async def end(self) -> None:
         """End the episode as a limit of the run does, if it goes on."""
-        if not any(step[2] or step[3] for step in self.played.steps):
+        if not any(played_step[2] or played_step[3] for played_step in self.played.steps):
             self.played.end = _copied(await named("aend", self._env.aend(StopReason.TURN_LIMIT)))
 
     async def play(self, actions: Sequence[str] = (), *, steps: int = 0, yields: bool = False) -> Played:
         """Play a whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
         await self.start()
-        for index in range(len(actions) or steps or self._subject.steps):
+        for turn_index in range(len(actions) or steps or self._subject.steps):
             if yields:
                 await trio.lowlevel.checkpoint()
-            if await self.step(actions[index] if actions else None):
+            if await self.step(actions[turn_index] if actions else None):
                 break
         return self.played
 
@@ -161,118 +165,120 @@ async def life(
     ends: bool = False,
 ) -> Played:
     """A fresh instance plays an episode and is closed; `ends` lets a limit of the run end it before."""
-    env = as_async(subject.make())
+    fresh_env = as_async(subject.make())
     try:
-        player = Player(subject, env, seed)
-        played = await player.play(actions, steps=steps, yields=yields)
+        player = Player(subject, fresh_env, seed)
+        recorded_play = await player.play(actions, steps=steps, yields=yields)
         if ends:
             await player.end()
-        return played
+        return recorded_play
     finally:
         with trio.CancelScope(shield=True):
-            await named("aclose", env.aclose())
+            await named("aclose", fresh_env.aclose())
 
 
 async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
     """Play the first seed on an instance that has played another seed before."""
-    env = as_async(subject.make())
+    reused_env = as_async(subject.make())
     try:
         # An instance that has played before must deal the same episode as a fresh one. The usual slip is state that
         # `reset` does not clear; another seed first makes it show.
-        await Player(subject, env, subject.seed + 17).play()
-        return await Player(subject, env, subject.seed).play(actions)
+        await Player(subject, reused_env, subject.seed + 17).play()
+        return await Player(subject, reused_env, subject.seed).play(actions)
     finally:
-        await named("aclose", env.aclose())
+        await named("aclose", reused_env.aclose())
 
 
 async def named(method: str, awaitable: Awaitable[T]) -> T:
     """Await a call into the environment; its exception becomes `Broke` with the method's name."""
-    awaited = _awaited.get([])
-    awaited.append(method)
+    awaited_methods = _awaited.get([])
+    awaited_methods.append(method)
     try:
         with naming(method):
             return await awaitable
     finally:
-        awaited.remove(method)
+        awaited_methods.remove(method)
 
 
 @contextlib.contextmanager
 def naming(method: str) -> Generator[None]:
     try:
         yield
-    except Exception as error:
-        raise Broke(method, error) from error
+    except Exception as method_error:
+        raise Broke(method, method_error) from method_error
 
 
 def in_trio(subject: Subject, function: Callable[[], Awaitable[T]], *, plays: int = 1) -> T:
     """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in the time that so
     many plays may take."""
-    came: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-    awaited: list[str] = []
-    limit_s = plays * subject.deadline_s
+    thread_results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    awaited_methods: list[str] = []
+    time_limit_s = plays * subject.deadline_s
 
     async def main() -> T:
-        _awaited.set(awaited)
+        _awaited.set(awaited_methods)
         return await function()
 
     def body() -> None:
         try:
-            came.put((trio.run(main), None))
-        except BaseException as error:
-            came.put((None, single(error)))
+            thread_results.put((trio.run(main), None))
+        except BaseException as raised_error:
+            thread_results.put((None, single(raised_error)))
 
     # No task of a loop can be left behind: code that blocks holds its loop for ever. A daemon thread ends with the
     # process.
-    thread = threading.Thread(target=body, name="check_env", daemon=True)
-    thread.start()
+    runner_thread = threading.Thread(target=body, name="check_env", daemon=True)
+    runner_thread.start()
     try:
-        result, error = came.get(timeout=limit_s)
+        returned_value, thread_error = thread_results.get(timeout=time_limit_s)
     except queue.Empty:
-        method = awaited[-1] if awaited else "step"
-        raise Broke(method, TimeoutError(f"no answer within {limit_s:g} s")) from None
-    thread.join()
-    if error is not None:
-        raise error
-    return cast(T, result)
+        method_name = awaited_methods[-1] if awaited_methods else "step"
+        raise Broke(method_name, TimeoutError(f"no answer within {time_limit_s:g} s")) from None
+    runner_thread.join()
+    if thread_error is not None:
+        raise thread_error
+    return cast(T, returned_value)
 
 
 def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
     """`file:line` of the frame that raised within the environment's own code, else of the tool that was called, else of
     the method or a hook that it calls, else of the class."""
     try:
-        env = make()
-    except Exception as error:
+        checked_env = make()
+    except Exception as make_error:
         if not inspect.isclass(make):
-            return _last_frame(error, None)
-        return _last_frame(error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
-    inner: Any = env.unwrapped
-    env.close()
-    own_classes = [base for base in type(inner).__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)]
-    own_classes = own_classes or [type(inner)]
-    for base in own_classes:
-        if flaw.error is not None and (place := _last_frame(flaw.error, _file_of(base))):
-            return place
-    for function in (*_tools_called(inner, flaw.action), *_written(own_classes, flaw.method.removeprefix("a"))):
-        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
-            return f"{code.co_filename}:{code.co_firstlineno}"
+            return _last_frame(make_error, None)
+        return _last_frame(make_error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
+    unwrapped_env: Any = checked_env.unwrapped
+    checked_env.close()
+    own_classes = [
+        env_class for env_class in type(unwrapped_env).__mro__ if not f"{env_class.__module__}.".startswith(_FRAMEWORK)
+    ]
+    own_classes = own_classes or [type(unwrapped_env)]
+    for env_class in own_classes:
+        if flaw.error is not None and (frame_place := _last_frame(flaw.error, _file_of(env_class))):
+            return frame_place
+    for function in (*_tools_called(unwrapped_env, flaw.action), *_written(own_classes, flaw.method.removeprefix("a"))):
+        if (function_code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
+            return f"{function_code.co_filename}:{function_code.co_firstlineno}"
     return f"{_file_of(own_classes[0])}:{_line_of(own_classes[0])}"
 
 
 def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
     """The functions behind the calls of an action, in order."""
-    tools = getattr(env, "_tools", None)
-    if not isinstance(tools, Toolbox) or not tools or not action:
+    env_toolbox = getattr(env, "_tools", None)
+    if not isinstance(env_toolbox, Toolbox) or not env_toolbox or not action:
         return
-    for call in format_of(env).parse(action).calls:
-        if (tool := tools.get(call.name)) is not None:
-            yield getattr(tool, "_function", None) or tool.call
+    for tool_call in format_of(env).parse(action).calls:
+        if (called_tool := env_toolbox.get(tool_call.name)) is not None:
+            yield getattr(called_tool, "_function", None) or called_tool.call
 
 
 def _written(own: Sequence[type], name: str) -> Iterator[Callable[..., Any]]:
     """Yield an author's own functions for a method, and for the hooks that it calls."""
-    for each in (name, *_HOOKS.get(name, ())):
-        for base in own:
-            function = vars(base).get(f"a{each}", vars(base).get(each))
+    for method_name in (name, *_HOOKS.get(name, ())):
+        for own_class in own:
+            function = vars(own_class).get(f"a{method_name}", vars(own_class).get(method_name))
             if inspect.isfunction(function):
                 yield function
 
@@ -292,25 +298,25 @@ def _line_of(cls: type) -> int:
 
 
 def _last_frame(error: BaseException, source: str | None) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if source is None or frame.filename == source]
-    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else ""
+    error_frames = traceback.extract_tb(error.__traceback__)
+    source_frames = [error_frame for error_frame in error_frames if source is None or error_frame.filename == source]
+    return f"{source_frames[-1].filename}:{source_frames[-1].lineno}" if source_frames else ""
 
 
 def single(error: BaseException) -> BaseException:
     """The one exception in a group of one, which a nursery wraps around it."""
-    inner = cast("tuple[BaseException, ...]", getattr(error, "exceptions", ()))
-    return single(inner[0]) if len(inner) == 1 else error
+    inner_errors = cast("tuple[BaseException, ...]", getattr(error, "exceptions", ()))
+    return single(inner_errors[0]) if len(inner_errors) == 1 else error
 
 
 def _copied(info: Mapping[str, Json]) -> Mapping[str, Json]:
     """A copy that later changes by the environment do not reach; what JSON cannot carry stays, for a check to
     report."""
     try:
-        copied = json.loads(json.dumps(info))
+        copied_info = json.loads(json.dumps(info))
     except (TypeError, ValueError):
         return info
-    return copied if copied == info else info
+    return copied_info if copied_info == info else info
 
 
 _MAX_DEPTH: Final = 6
@@ -321,10 +327,11 @@ def sample_action(schemas: Sequence[Mapping[str, Json]], form: ToolFormat, rng: 
     """Draw an action: mostly one or two well-formed calls with some text before them; at times only text."""
     if not schemas or rng.random() < 0.15:
         return Text(seed=rng).sample()
-    count = 1 + int(rng.random() < 0.2)
-    calls = [sample_call(schemas[int(rng.integers(len(schemas)))], rng) for _ in range(count)]
-    before = "" if form.name in ("llama", "pythonic") else _pick(_WORDS[:4], rng) + "\n"  # a llama speaks or calls
-    return before + form.write(*(form.spelled(call, schemas) for call in calls))
+    call_count = 1 + int(rng.random() < 0.2)
+    sampled_calls = [sample_call(schemas[int(rng.integers(len(schemas)))], rng) for _ in range(call_count)]
+    # A llama speaks or calls.
+    leading_text = "" if form.name in ("llama", "pythonic") else _pick(_WORDS[:4], rng) + "\n"
+    return leading_text + form.write(*(form.spelled(sampled_call, schemas) for sampled_call in sampled_calls))
 
 
 def sample_call(schema: Mapping[str, Json], rng: np.random.Generator) -> ToolCall:
@@ -343,55 +350,62 @@ def sample_value(
         schema = _resolve(str(schema["$ref"]), root)
     if "const" in schema:
         return schema["const"]
-    for key in ("enum", "examples"):
-        if schema.get(key):
-            return _pick(schema[key], rng)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return sample_value(_pick(schema[key], rng), rng, root=root, depth=depth - 1)
-    kind: Any = schema.get("type", "string")
-    kind = _pick(kind, rng) if isinstance(kind, list) else kind
-    if kind == "object":
+    for schema_keyword in ("enum", "examples"):
+        if schema.get(schema_keyword):
+            return _pick(schema[schema_keyword], rng)
+    for schema_keyword in ("anyOf", "oneOf", "allOf"):
+        if schema.get(schema_keyword):
+            return sample_value(_pick(schema[schema_keyword], rng), rng, root=root, depth=depth - 1)
+    value_type: Any = schema.get("type", "string")
+    value_type = _pick(value_type, rng) if isinstance(value_type, list) else value_type
+    if value_type == "object":
         return _sample_object(schema, rng, root, depth)
-    if kind == "array":
-        least = int(schema.get("minItems", 0))
-        count = (
-            least if depth <= 0 else int(rng.integers(least, max(least, min(int(schema.get("maxItems", 3)), 3)) + 1))
+    if value_type == "array":
+        least_items = int(schema.get("minItems", 0))
+        item_count = (
+            least_items
+            if depth <= 0
+            else int(rng.integers(least_items, max(least_items, min(int(schema.get("maxItems", 3)), 3)) + 1))
         )
-        items = cast("Mapping[str, Json]", schema.get("items") or {})
-        return [sample_value(items, rng, root=root, depth=depth - 1) for _ in range(count)]
-    return _sample_scalar(str(kind), schema, rng)
+        item_schema = cast("Mapping[str, Json]", schema.get("items") or {})
+        return [sample_value(item_schema, rng, root=root, depth=depth - 1) for _ in range(item_count)]
+    return _sample_scalar(str(value_type), schema, rng)
 
 
 def _sample_object(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> Json:
     properties = cast("Mapping[str, Mapping[str, Json]]", schema.get("properties") or {})
     required = set(cast("list[str]", schema.get("required") or []))
-    chosen = [name for name in properties if name in required or (depth > 0 and rng.random() < 0.5)]
-    return {name: sample_value(properties[name], rng, root=root, depth=depth - 1) for name in chosen}
+    chosen_names = [
+        property_name for property_name in properties if property_name in required or (depth > 0 and rng.random() < 0.5)
+    ]
+    return {
+        property_name: sample_value(properties[property_name], rng, root=root, depth=depth - 1)
+        for property_name in chosen_names
+    }
 
 
 def _sample_scalar(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> Json:
     if kind == "integer":
-        low, high = int(schema.get("minimum", -3)), schema.get("maximum")
-        return int(rng.integers(low, max(low, int(high) if high is not None else low + 103) + 1))
+        minimum, maximum = int(schema.get("minimum", -3)), schema.get("maximum")
+        return int(rng.integers(minimum, max(minimum, int(maximum) if maximum is not None else minimum + 103) + 1))
     if kind == "number":
-        low, high = float(schema.get("minimum", -1.0)), schema.get("maximum")
-        return low + (float(high) - low if high is not None else 10.0) * float(rng.random())
+        minimum, maximum = float(schema.get("minimum", -1.0)), schema.get("maximum")
+        return minimum + (float(maximum) - minimum if maximum is not None else 10.0) * float(rng.random())
     if kind == "boolean":
         return bool(rng.random() < 0.5)
     if kind == "null":
         return None
-    text: str = _pick(_WORDS, rng)
-    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
-    text = text.ljust(least, "x")
-    return text if most is None else text[: int(most)]
+    sampled_text: str = _pick(_WORDS, rng)
+    min_length, max_length = int(schema.get("minLength", 0)), schema.get("maxLength")
+    sampled_text = sampled_text.ljust(min_length, "x")
+    return sampled_text if max_length is None else sampled_text[: int(max_length)]
 
 
 def _resolve(reference: str, root: Mapping[str, Json]) -> Mapping[str, Json]:
-    node: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        node = node[part]
-    return node
+    schema_node: Any = root
+    for reference_part in reference.removeprefix("#/").split("/"):
+        schema_node = schema_node[reference_part]
+    return schema_node
 
 
 def _pick(options: Any, rng: np.random.Generator) -> Any:

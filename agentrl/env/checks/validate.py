@@ -84,12 +84,17 @@ class Validation:
         # this machine's account.
         if self.played and len(self.failed) == self.played:
             raise UsageError(f"{file} is not written, as every task failed, first {self.failed[0].reason}")
-        rows = {
-            fault.task: {"task": fault.task, "reason": fault.reason, "absent": fault.absent, "tests": fault.tests}
-            for fault in self.faults
+        fault_rows = {
+            task_fault.task: {
+                "task": task_fault.task,
+                "reason": task_fault.reason,
+                "absent": task_fault.absent,
+                "tests": task_fault.tests,
+            }
+            for task_fault in self.faults
         }
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()), encoding="utf-8")
-        return len(rows)
+        file.write_text("".join(f"{json.dumps(fault_row)}\n" for fault_row in fault_rows.values()), encoding="utf-8")
+        return len(fault_rows)
 
 
 def validate(env_id: str, *, seeds: Sequence[int] | None, kwargs: Mapping[str, Json]) -> Validation:
@@ -99,14 +104,14 @@ def validate(env_id: str, *, seeds: Sequence[int] | None, kwargs: Mapping[str, J
 
 
 async def _validate(new: Callable[[], AsyncEnv], env_id: str, chosen_seeds: Sequence[int] | None) -> Validation:
-    tasks, bad = await _set(new)
-    if chosen_seeds is None and not tasks:
+    task_count, bad_parts = await _set(new)
+    if chosen_seeds is None and not task_count:
         raise UsageError(f"{env_id} says not how many tasks it has: give --n")
-    seeds = range(tasks) if chosen_seeds is None else chosen_seeds
+    task_seeds = range(task_count) if chosen_seeds is None else chosen_seeds
     verdicts: dict[int, list[OracleResult]] = {}
-    failed: dict[int, TaskFault] = {}
-    unknown: list[UnknownIdError] = []
-    slots = trio.CapacityLimiter(os.cpu_count() or 1)
+    failed_tasks: dict[int, TaskFault] = {}
+    unknown_ids: list[UnknownIdError] = []
+    seed_slots = trio.CapacityLimiter(os.cpu_count() or 1)
 
     async def play(seed: int) -> None:
         environments: list[AsyncEnv] = []
@@ -115,83 +120,94 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, chosen_seeds: Sequ
             environments.append(new())
             return environments[-1]
 
-        async with slots:
+        async with seed_slots:
             try:
                 with boundary(EnvError, f"{env_id}, seed {seed}: raised", place=True):
                     verdicts[seed] = await judge(make, seed)
-            except UnknownIdError as error:  # every task would say the same
-                unknown.append(error)
+            except UnknownIdError as play_error:  # every task would say the same
+                unknown_ids.append(play_error)
                 nursery.cancel_scope.cancel()
-            except Exception as error:  # named in the result: the other tasks go on
-                task = _task_of(environments[-1]) if environments else ""
-                failed[seed] = TaskFault(task or f"seed {seed}", f"{error}"[:_WORDS])
+            except Exception as play_error:  # named in the result: the other tasks go on
+                task_name = _task_of(environments[-1]) if environments else ""
+                failed_tasks[seed] = TaskFault(task_name or f"seed {seed}", f"{play_error}"[:_WORDS])
 
     async with trio.open_nursery() as nursery:
-        for seed in seeds:
-            nursery.start_soon(play, seed)
-    if unknown:
-        raise unknown[0]
-    tallies: dict[tuple[str, float], OracleTally] = {}
-    for seed in seeds:
-        if seed in verdicts and not verdicts[seed]:
+        for task_seed in task_seeds:
+            nursery.start_soon(play, task_seed)
+    if unknown_ids:
+        raise unknown_ids[0]
+    oracle_tallies: dict[tuple[str, float], OracleTally] = {}
+    for task_seed in task_seeds:
+        if task_seed in verdicts and not verdicts[task_seed]:
             raise UsageError(
                 f"{env_id} offers no oracles: write a method oracles() as agentrl.env.checks.oracles describes it"
             )
-        for verdict in verdicts.get(seed, ()):
-            key = verdict.name, verdict.expected
-            tallies.setdefault(key, OracleTally(*key)).count(seed, verdict)
-    gold = [verdict for each in verdicts.values() for verdict in each if verdict.name == "gold"]
+        for verdict in verdicts.get(task_seed, ()):
+            oracle_key = verdict.name, verdict.expected
+            oracle_tallies.setdefault(oracle_key, OracleTally(*oracle_key)).count(task_seed, verdict)
+    gold_verdicts = [
+        verdict for seed_verdicts in verdicts.values() for verdict in seed_verdicts if verdict.name == "gold"
+    ]
     return Validation(
-        list(tallies.values()),
-        bad,
-        [failed[seed] for seed in seeds if seed in failed],
-        [fault for seed in seeds if seed in verdicts for fault in _missed(seed, verdicts[seed])],
-        tasks=tasks,
-        played=len(seeds),
-        absent=sum(_number(verdict, "absent") for verdict in gold),
-        tests=sum(_number(verdict, "tests") for verdict in gold),
+        list(oracle_tallies.values()),
+        bad_parts,
+        [failed_tasks[task_seed] for task_seed in task_seeds if task_seed in failed_tasks],
+        [
+            task_fault
+            for task_seed in task_seeds
+            if task_seed in verdicts
+            for task_fault in _missed(task_seed, verdicts[task_seed])
+        ],
+        tasks=task_count,
+        played=len(task_seeds),
+        absent=sum(_number(verdict, "absent") for verdict in gold_verdicts),
+        tests=sum(_number(verdict, "tests") for verdict in gold_verdicts),
     )
 
 
 async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault]]:
     """How many tasks an environment's set has, and the parts of it that make none."""
-    env = new()
+    set_env = new()
     try:
-        if not isinstance(env, HasTasks):
+        if not isinstance(set_env, HasTasks):
             return 0, []
-        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks]
+        return set_env.task_count, [TaskFault(bad_task.task, bad_task.reason) for bad_task in set_env.bad_tasks]
     finally:
-        await env.aclose()
+        await set_env.aclose()
 
 
 def _missed(seed: int, verdicts: Sequence[OracleResult]) -> Iterator[TaskFault]:
     """The first oracle of a task that did not get its outcome, and what is known of why."""
     for verdict in verdicts:
         if not verdict.holds:
-            absent, tests = _number(verdict, "absent"), _number(verdict, "tests")
-            why = [f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}", *reasons_of(verdict)]
-            yield TaskFault(verdict.task or f"seed {seed}", "; ".join(why)[:_WORDS], absent, tests)
+            absent_count, test_count = _number(verdict, "absent"), _number(verdict, "tests")
+            miss_reasons = [
+                f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}",
+                *reasons_of(verdict),
+            ]
+            yield TaskFault(verdict.task or f"seed {seed}", "; ".join(miss_reasons)[:_WORDS], absent_count, test_count)
             return
 
 
 def reasons_of(verdict: OracleResult) -> Iterator[str]:
     """Why an oracle missed its outcome, as far as the environment knows: what its actions were answered, what the
     grader noted, then the end of what the tests printed."""
-    if answers := [answer for answer in verdict.answers if answer.strip()]:
-        yield "it read " + ", then ".join(map(_short, answers[:_ANSWERS]))
-    info = verdict.info
-    for name in ("not_graded", "contradiction"):
-        if isinstance(value := info.get(name), str):
-            yield value
-    for name in ("unknown_tests", "reward_faults", "left_behind"):
-        if value := info.get(name):
-            yield f"{name}: {_short(json.dumps(value, ensure_ascii=False))}"
-    if (absent := _number(verdict, "absent")) and "not_graded" not in info:
-        absent_ids = info.get("absent_tests")
-        example = f", as {absent_ids[0]!r}" if isinstance(absent_ids, list) and absent_ids else ""
-        yield f"{absent} of {_number(verdict, 'tests')} test ids are not in the log of its test run{example}"
-    if isinstance(output := info.get("test_output"), str) and output:
-        yield f"the test run ended with {_short(output, end=True)}"
+    if answer_texts := [answer_text for answer_text in verdict.answers if answer_text.strip()]:
+        yield "it read " + ", then ".join(map(_short, answer_texts[:_ANSWERS]))
+    result_info = verdict.info
+    for info_key in ("not_graded", "contradiction"):
+        if isinstance(info_value := result_info.get(info_key), str):
+            yield info_value
+    for info_key in ("unknown_tests", "reward_faults", "left_behind"):
+        if info_value := result_info.get(info_key):
+            yield f"{info_key}: {_short(json.dumps(info_value, ensure_ascii=False))}"
+    if (absent_count := _number(verdict, "absent")) and "not_graded" not in result_info:
+        absent_ids = result_info.get("absent_tests")
+        absent_example = f", as {absent_ids[0]!r}" if isinstance(absent_ids, list) and absent_ids else ""
+        test_count = _number(verdict, "tests")
+        yield f"{absent_count} of {test_count} test ids are not in the log of its test run{absent_example}"
+    if isinstance(test_output := result_info.get("test_output"), str) and test_output:
+        yield f"the test run ended with {_short(test_output, end=True)}"
 
 
 def _short(text: str, *, end: bool = False) -> str:
@@ -200,11 +216,11 @@ def _short(text: str, *, end: bool = False) -> str:
 
 
 def _number(verdict: OracleResult, name: str) -> int:
-    value = verdict.info.get(name)
-    return value if isinstance(value, int) else 0
+    info_value = verdict.info.get(name)
+    return info_value if isinstance(info_value, int) else 0
 
 
 def _task_of(env: AsyncEnv) -> str:
     """Name of the task that an environment of a set plays, also where its reset failed; empty if it has none."""
-    task: object = getattr(env, "task", None)
-    return str(cast("Mapping[str, object]", task).get("task", "")) if isinstance(task, Mapping) else ""
+    played_task: object = getattr(env, "task", None)
+    return str(cast("Mapping[str, object]", played_task).get("task", "")) if isinstance(played_task, Mapping) else ""
