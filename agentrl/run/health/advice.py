@@ -26,15 +26,15 @@ class Advice:
 
     def typed(self, path: object) -> list[str]:
         """Command lines to type, the likeliest fix first. A setting that a run keeps for its life needs a new run."""
-        lines: list[str] = []
+        command_lines: list[str] = []
         # What cannot change at a resume is not proposed for one: the command that a person copies from here has to
         # work.
-        for_new_run = [setting for setting in self.settings if not at_a_resume(setting.partition("=")[0])]
-        if now := [setting for setting in self.settings if setting not in for_new_run]:
-            lines.append(f"agentrl train --resume {quote(str(path))}{_set(now)}")
-        if for_new_run:
-            lines.append(f"agentrl train run.toml --out {quote(f'{path}-2')}{_set(for_new_run)}")
-        return [*lines, *self.commands]
+        new_run_settings = [setting for setting in self.settings if not at_a_resume(setting.partition("=")[0])]
+        if resume_settings := [setting for setting in self.settings if setting not in new_run_settings]:
+            command_lines.append(f"agentrl train --resume {quote(str(path))}{_set(resume_settings)}")
+        if new_run_settings:
+            command_lines.append(f"agentrl train run.toml --out {quote(f'{path}-2')}{_set(new_run_settings)}")
+        return [*command_lines, *self.commands]
 
     def document(self, path: object) -> dict[str, Any]:
         """Return the advice as a JSON document."""
@@ -63,11 +63,11 @@ def percent(part: float, whole: float = 1.0) -> str:
 
 def mean(values: Iterable[float]) -> float:
     """nan without values."""
-    numbers = list(values)
-    return fmean(numbers) if numbers else math.nan
+    listed_values = list(values)
+    return fmean(listed_values) if listed_values else math.nan
 
 
 def middle(values: Iterable[float]) -> float:
     """The median; nan without values."""
-    numbers = list(values)
-    return median(numbers) if numbers else math.nan
+    listed_values = list(values)
+    return median(listed_values) if listed_values else math.nan

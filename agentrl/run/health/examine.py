@@ -75,9 +75,13 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
 
 def examine(facts: RunFacts) -> list[Advice]:
     """The advice on a run, causes first. Empty for a healthy one."""
-    findings = [(advice, hides) for check, hides in CHECKS.items() if (advice := check(facts)) is not None]
-    hidden = {name for _, hides in findings for name in hides}
-    return [advice for advice, _ in findings if advice.name not in hidden]
+    findings = [
+        (advice, explained_names)
+        for run_check, explained_names in CHECKS.items()
+        if (advice := run_check(facts)) is not None
+    ]
+    hidden_names = {explained_name for _, explained_names in findings for explained_name in explained_names}
+    return [advice for advice, _ in findings if advice.name not in hidden_names]
 
 
 _COST = 50  # times as long as a look took, until the next one: looking takes 2% of the time at most
@@ -99,8 +103,8 @@ class HealthLines:
 
     def lines(self, step: int, read: Callable[[], RunFacts]) -> Iterator[str]:
         """Yield the advice that is new since the last call, at optimizer step `step`."""
-        began = self.now()
-        if step == self._step or step < RECENT or began < self._next:
+        look_began_s = self.now()
+        if step == self._step or step < RECENT or look_began_s < self._next:
             return
         self._step = step
         try:
@@ -111,8 +115,8 @@ class HealthLines:
             return
         # Paced by what a look costs, not by a fixed time: on a store on a slow disk a look may take seconds, and
         # watching must never become a part of the load.
-        self._next = self.now() + _COST * (self.now() - began)
-        new = [advice for advice in findings if advice.name not in self._shown]
+        self._next = self.now() + _COST * (self.now() - look_began_s)
+        new_advice = [advice for advice in findings if advice.name not in self._shown]
         self._shown = {advice.name for advice in findings}
-        for advice in new:
+        for advice in new_advice:
             yield printable(f"health: {advice.cause} ({advice.evidence}): agentrl health {self.path}")

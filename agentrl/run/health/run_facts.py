@@ -89,7 +89,7 @@ class EpisodeFacts:
     @property
     def text(self) -> str:
         """All that the policy wrote."""
-        return "\n".join(turn.text for turn in self.turns)
+        return "\n".join(policy_turn.text for policy_turn in self.turns)
 
 
 @dataclass(slots=True)
@@ -170,18 +170,18 @@ class RunFacts:
 
     def lasts(self, holds: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Whether something held in each of the last steps."""
-        return bool(self.recent) and all(holds(row) for row in self.recent)
+        return bool(self.recent) and all(holds(step_metrics) for step_metrics in self.recent)
 
     def values(self, name: str, rows: Sequence[Mapping[str, Any]] | None = None) -> list[float]:
         """Return a metric's values in the last steps, or in `rows`; a dot in `name` goes into a table. Steps without a
         number are left out."""
-        numbers = [number(row, name) for row in (self.recent if rows is None else rows)]
-        return [value for value in numbers if value is not None]
+        step_values = [number(step_metrics, name) for step_metrics in (self.recent if rows is None else rows)]
+        return [step_value for step_value in step_values if step_value is not None]
 
     @property
     def turns(self) -> list[TurnFacts]:
         """The turns of the last episodes that were read."""
-        return [turn for episode in self.episodes for turn in episode.turns]
+        return [read_turn for episode in self.episodes for read_turn in episode.turns]
 
     @property
     def span_s(self) -> float:
@@ -190,28 +190,28 @@ class RunFacts:
 
     def played(self, span: tuple[float, float]) -> float:
         """Seconds of a span of time that lie in the last steps."""
-        began, ended = span
-        return max(0.0, min(ended, self.times[-1]) - max(began, self.times[-1 - RECENT]))
+        span_begin, span_end = span
+        return max(0.0, min(span_end, self.times[-1]) - max(span_begin, self.times[-1 - RECENT]))
 
     @property
     def pace_s(self) -> float:
         """Seconds that a step takes, as a median; nan before there are two."""
-        gaps = [after - before for before, after in pairwise(self.times[-20:])]
-        return median(gaps) if gaps else math.nan
+        step_gaps = [next_time - step_time for step_time, next_time in pairwise(self.times[-20:])]
+        return median(step_gaps) if step_gaps else math.nan
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:
     """A value of a step by its name (`ratios.token.mean`); None if it measured none."""
-    value: Any = row
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return float(value) if isinstance(value, int | float) else None
+    nested_value: Any = row
+    for name_part in name.split("."):
+        nested_value = nested_value.get(name_part) if isinstance(nested_value, Mapping) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return float(nested_value) if isinstance(nested_value, int | float) else None
 
 
 def facts_of(run: RunDir) -> RunFacts:
     """The facts of a run in a folder, whoever holds it. Raises as `RunDir.config` and `RunStore.read` do."""
-    with RunStore.read(run.store_path) as store:
-        return read_facts(store, run.config(), run.path, live=holder(run).kind != "nobody")
+    with RunStore.read(run.store_path) as run_store:
+        return read_facts(run_store, run.config(), run.path, live=holder(run).kind != "nobody")
 
 
 def read_facts(
@@ -230,36 +230,45 @@ def read_facts(
     evaluations = _evaluations(store, config, rows[-1].step if rows else 0)
     if not by_others and len(rows) >= _STEPS // 2:  # some were left out
         rows = store.metrics.sample("step", _STEPS, near=_compared(evaluations), reach=RECENT)
-    times = [row.time_s for row in rows]
-    since = _time(times, RECENT)
-    attempts = [row.attempt for row in rows[-1 - RECENT :]]
-    newest, read = _newest(store), _reader(store)
-    episodes, first, settled = _episodes(store, newest, read, since, _time(times, RECENT + config.buffer.max_lag))
-    now_s = now()
+    step_times = [step_row.time_s for step_row in rows]
+    window_start = _time(step_times, RECENT)
+    attempts = [step_row.attempt for step_row in rows[-1 - RECENT :]]
+    newest_rows, facts_reader = _newest(store), _reader(store)
+    recent_episodes, first_episodes, settled_episodes = _episodes(
+        store, newest_rows, facts_reader, window_start, _time(step_times, RECENT + config.buffer.max_lag)
+    )
+    current_time_s = now()
     return RunFacts(
         path=quote(str(path)),
         config=config,
-        now_s=now_s,
+        now_s=current_time_s,
         live=live,
         training=live and PHASE.of(store.meta) in STEPS_COME,
         # Only where the run is on this machine: the load of the one on which somebody types `agentrl health` says
         # nothing about another.
         load=os.getloadavg()[0] / (os.cpu_count() or 1) if live and holder(RunDir(path)).pid is not None else None,
-        steps=[{**row.values, "step": row.step} for row in rows],
-        times=times,
+        steps=[{**step_row.values, "step": step_row.step} for step_row in rows],
+        times=step_times,
         returns=store.lineage.attempt - attempts[0] if attempts else 0,
-        episodes=episodes,
-        first=first,
-        settled=settled,
+        episodes=recent_episodes,
+        first=first_episodes,
+        settled=settled_episodes,
         playing=[
-            (began, now_s if ended is None else ended) for began, ended in store.metrics.activity(_TURNS).episodes
+            (began_s, current_time_s if ended_s is None else ended_s)
+            for began_s, ended_s in store.metrics.activity(_TURNS).episodes
         ],
-        mixed=_mixed([row for row in newest if (row.ended_s or 0.0) > since], read),
-        tasks=_tasks(newest),
+        mixed=_mixed(
+            [episode_row for episode_row in newest_rows if (episode_row.ended_s or 0.0) > window_start], facts_reader
+        ),
+        tasks=_tasks(newest_rows),
         evaluations=evaluations,
-        hosts=_hosts(store, since, after=rows[-1].step - RECENT - 2 if rows else -1),
-        quarantined=[task.reason for task in store.deaths.quarantined() if task.time_s > since],
-        unscored=[str(failure) for failure in score_failures(store) if failure.matters],
+        hosts=_hosts(store, window_start, after=rows[-1].step - RECENT - 2 if rows else -1),
+        quarantined=[
+            quarantined_task.reason
+            for quarantined_task in store.deaths.quarantined()
+            if quarantined_task.time_s > window_start
+        ],
+        unscored=[str(score_failure) for score_failure in score_failures(store) if score_failure.matters],
         disk=no_space_on(path),
     )
 
@@ -275,23 +284,24 @@ Reader = Callable[[EpisodeRow, bool], EpisodeFacts]
 
 def _newest(store: RunStore) -> list[EpisodeRow]:
     """The newest ended training episodes, the last one first."""
-    rows = store.search.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_OF_TASKS)
-    return [row for row in rows if row.ended_s]
+    newest_rows = store.search.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_OF_TASKS)
+    return [episode_row for episode_row in newest_rows if episode_row.ended_s]
 
 
 def _reader(store: RunStore) -> Reader:
-    served = store.versions.served_versions()
-    times, steps = [version.confirmed_s for version in served], [version.step for version in served]
+    served_versions = store.versions.served_versions()
+    served_times = [version.confirmed_s for version in served_versions]
+    served_steps = [version.step for version in served_versions]
 
     def behind(trajectory: Trajectory, at: int) -> int | None:
-        turn = trajectory.turns[at]
+        judged_turn = trajectory.turns[at]
         # How old a turn's weights were is judged by what was served when it began: a turn of an hour is sampled by old
         # weights at its end, and that is no fault of its engine.
-        n_served = bisect_right(times, turn.started_s)
-        if not turn.spans or not n_served:
+        n_served = bisect_right(served_times, judged_turn.started_s)
+        if not judged_turn.spans or not n_served:
             return None
         try:
-            return steps[n_served - 1] - store.versions.step_of(turn.spans[0].version)
+            return served_steps[n_served - 1] - store.versions.step_of(judged_turn.spans[0].version)
         except StoreError:  # an engine's that somebody else started
             return None
 
@@ -304,72 +314,110 @@ def _episodes(
     def with_turns(rows: Sequence[EpisodeRow]) -> list[EpisodeFacts]:
         # Spread over the episodes instead of the newest: those of the last minute are the short ones, and would speak
         # for all.
-        chosen = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
-        return [read(row, row.id in chosen) for row in rows]
+        chosen_ids = (
+            {rows[len(rows) * sample_index // _TEXTS].id for sample_index in range(_TEXTS)} if rows else set[int]()
+        )
+        return [read(episode_row, episode_row.id in chosen_ids) for episode_row in rows]
 
-    newest = rows[:_EPISODES]
-    recent = [row for row in newest if (row.ended_s or 0.0) > since]
-    recent = sorted(recent if len(recent) >= _LEAST else newest[:_LEAST], key=lambda row: row.ended_s or 0.0)
-    recent_ids = {row.id for row in recent}
-    oldest = [row for row in store.search.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
-    settled = [read(row, False) for row in newest if (row.ended_s or 0.0) > settled_since]
-    return with_turns(recent), with_turns([row for row in oldest if row.id not in recent_ids]), settled
+    newest_rows = rows[:_EPISODES]
+    recent_rows = [episode_row for episode_row in newest_rows if (episode_row.ended_s or 0.0) > since]
+    recent_rows = sorted(
+        recent_rows if len(recent_rows) >= _LEAST else newest_rows[:_LEAST], key=lambda row: row.ended_s or 0.0
+    )
+    recent_ids = {episode_row.id for episode_row in recent_rows}
+    first_rows = [
+        episode_row
+        for episode_row in store.search.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS)
+        if episode_row.ended_s
+    ]
+    settled_episodes = [
+        read(episode_row, False) for episode_row in newest_rows if (episode_row.ended_s or 0.0) > settled_since
+    ]
+    return (
+        with_turns(recent_rows),
+        with_turns([episode_row for episode_row in first_rows if episode_row.id not in recent_ids]),
+        settled_episodes,
+    )
 
 
 def _mixed(rows: Sequence[EpisodeRow], read: Reader) -> list[list[EpisodeFacts]]:
     """Some of the groups whose members got different outcomes, with a few members of each: those that look alike first,
     as equal actions can only be among them."""
-    groups: dict[int, list[EpisodeRow]] = {}
-    for row in rows:
-        if row.outcome is not None and row.stop_reason is not None and row.stop_reason.by_policy:
-            groups.setdefault(row.group_id, []).append(row)
-    mixed = [members for members in groups.values() if len({row.outcome for row in members}) > 1]
-    chosen: list[list[EpisodeFacts]] = []
-    for members in mixed[:_MIXED]:
-        looks: dict[tuple[int, int], set[float | None]] = {}
-        for row in members:
-            looks.setdefault((row.turns, row.tokens), set()).add(row.outcome)
-        alike = [row for row in members if len(looks[row.turns, row.tokens]) > 1]
-        best = max(row.outcome or 0.0 for row in members)
-        won, lost = ([row for row in members if (row.outcome == best) is wins] for wins in (True, False))
-        paired = [row for pair in zip(won, lost, strict=False) for row in pair]
-        chosen.append([read(row, True) for row in {row.id: row for row in [*alike, *paired]}.values()][:_OF_A_GROUP])
-    return chosen
+    rows_by_group: dict[int, list[EpisodeRow]] = {}
+    for episode_row in rows:
+        if (
+            episode_row.outcome is not None
+            and episode_row.stop_reason is not None
+            and episode_row.stop_reason.by_policy
+        ):
+            rows_by_group.setdefault(episode_row.group_id, []).append(episode_row)
+    mixed_groups = [
+        members for members in rows_by_group.values() if len({episode_row.outcome for episode_row in members}) > 1
+    ]
+    chosen_groups: list[list[EpisodeFacts]] = []
+    for members in mixed_groups[:_MIXED]:
+        outcomes_by_size: dict[tuple[int, int], set[float | None]] = {}
+        for episode_row in members:
+            outcomes_by_size.setdefault((episode_row.turns, episode_row.tokens), set()).add(episode_row.outcome)
+        alike_rows = [
+            episode_row for episode_row in members if len(outcomes_by_size[episode_row.turns, episode_row.tokens]) > 1
+        ]
+        best_outcome = max(episode_row.outcome or 0.0 for episode_row in members)
+        won_rows, lost_rows = (
+            [episode_row for episode_row in members if (episode_row.outcome == best_outcome) is is_winner]
+            for is_winner in (True, False)
+        )
+        paired_rows = [episode_row for row_pair in zip(won_rows, lost_rows, strict=False) for episode_row in row_pair]
+        chosen_groups.append(
+            [
+                read(episode_row, True)
+                for episode_row in {episode_row.id: episode_row for episode_row in [*alike_rows, *paired_rows]}.values()
+            ][:_OF_A_GROUP]
+        )
+    return chosen_groups
 
 
 def _tasks(rows: Sequence[EpisodeRow]) -> dict[str, TaskFacts]:
-    tasks: dict[str, TaskFacts] = {}
-    for row in rows:
-        if row.outcome is not None and row.stop_reason is not None and row.stop_reason.by_policy:
-            task = tasks.setdefault(row_id(row.task) if row.task.options else task_id(row.task), TaskFacts())
-            task.groups.add(row.group_id)
-            task.outcomes.append(row.outcome)
-    return tasks
+    facts_by_task: dict[str, TaskFacts] = {}
+    for episode_row in rows:
+        if (
+            episode_row.outcome is not None
+            and episode_row.stop_reason is not None
+            and episode_row.stop_reason.by_policy
+        ):
+            task_facts = facts_by_task.setdefault(
+                row_id(episode_row.task) if episode_row.task.options else task_id(episode_row.task), TaskFacts()
+            )
+            task_facts.groups.add(episode_row.group_id)
+            task_facts.outcomes.append(episode_row.outcome)
+    return facts_by_task
 
 
 def _facts(
     row: EpisodeRow, trajectory: Trajectory | None, behind: Callable[[Trajectory, int], int | None]
 ) -> EpisodeFacts:
-    turns: list[TurnFacts] = []
-    for place, turn in enumerate(trajectory.turns if trajectory else ()):
-        if turn.learns:
-            info: Mapping[str, Any] = turn.step.info if turn.step else {}
-            errors = info.get("tool_errors")
-            turns.append(
+    turn_facts: list[TurnFacts] = []
+    for turn_index, policy_turn in enumerate(trajectory.turns if trajectory else ()):
+        if policy_turn.learns:
+            step_info: Mapping[str, Any] = policy_turn.step.info if policy_turn.step else {}
+            tool_errors = step_info.get("tool_errors")
+            turn_facts.append(
                 TurnFacts(
-                    text=turn.text,
-                    tokens=len(turn.token_ids),
-                    cut=turn.finish == "length",
-                    behind=behind(trajectory, place) if trajectory else None,
-                    parse_failure=str(info.get("parse_failure") or ""),
-                    tool_errors={str(name): int(n) for name, n in errors.items()} if isinstance(errors, dict) else {},  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-                    answer=text_of(turn.step.observation[-1].get("content"))
-                    if turn.step and turn.step.observation
+                    text=policy_turn.text,
+                    tokens=len(policy_turn.token_ids),
+                    cut=policy_turn.finish == "length",
+                    behind=behind(trajectory, turn_index) if trajectory else None,
+                    parse_failure=str(step_info.get("parse_failure") or ""),
+                    tool_errors={str(tool_name): int(error_count) for tool_name, error_count in tool_errors.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                    if isinstance(tool_errors, dict)
+                    else {},
+                    answer=text_of(policy_turn.step.observation[-1].get("content"))
+                    if policy_turn.step and policy_turn.step.observation
                     else "",
-                    scores=turn.scores,
+                    scores=policy_turn.scores,
                 )
             )
-    ended = row.ended_s or 0.0
+    ended_s = row.ended_s or 0.0
     return EpisodeFacts(
         id=row.id,
         group=row.group_id,
@@ -378,65 +426,75 @@ def _facts(
         success=row.success,
         detail=row.detail,
         tokens=row.tokens,
-        began_s=ended if row.started_s is None else row.started_s,
-        ended_s=ended,
+        began_s=ended_s if row.started_s is None else row.started_s,
+        ended_s=ended_s,
         trained=row.taken_step is not None and row.dropped is None,
         lost=row.dropped or (row.group_reason or "" if row.group_state in _GONE and not row.late else ""),
-        turns=turns,
-        tools=[str(function_schema(schema).get("name")) for schema in trajectory.tools.schemas] if trajectory else (),
-        graded_s=max(0.0, ended - trajectory.turns[-1].ended_s) if trajectory and trajectory.turns else 0.0,
+        turns=turn_facts,
+        tools=[str(function_schema(tool_schema).get("name")) for tool_schema in trajectory.tools.schemas]
+        if trajectory
+        else (),
+        graded_s=max(0.0, ended_s - trajectory.turns[-1].ended_s) if trajectory and trajectory.turns else 0.0,
     )
 
 
 def _evaluations(store: RunStore, config: RunConfig, step: int) -> list[EvalFacts]:
-    results: list[EvalFacts] = []
+    evaluations: list[EvalFacts] = []
     for purpose in store.groups.purposes():
-        if (read := held_out.read_label(purpose, now=step)) is None:
+        if (eval_label := held_out.read_label(purpose, now=step)) is None:
             continue
-        result = held_out.result(store, read.name, purpose)
-        results.append(
+        eval_result = held_out.result(store, eval_label.name, purpose)
+        evaluations.append(
             EvalFacts(
-                name=read.name,
-                when=read.when,
-                step=read.step,
-                success=result.success if result else None,
-                n=result.n if result else 0,
-                failed=result.failed if result else 0,
+                name=eval_label.name,
+                when=eval_label.when,
+                step=eval_label.step,
+                success=eval_result.success if eval_result else None,
+                n=eval_result.n if eval_result else 0,
+                failed=eval_result.failed if eval_result else 0,
                 finished=held_out.finished(store, purpose),
             )
         )
-    return sorted(results, key=lambda point: (point.name, point.step))
+    return sorted(evaluations, key=lambda point: (point.name, point.step))
 
 
 def _compared(evaluations: Sequence[EvalFacts]) -> set[int]:
     """The steps of each set's last evaluation and of its best one before: rewards around them are compared."""
-    steps = set[int]()
-    for name in {point.name for point in evaluations}:
-        points = [point for point in evaluations if point.name == name and point.success is not None]
-        steps |= {
-            point.step for point in (*points[-1:], *sorted(points[:-1], key=lambda point: point.success or 0.0)[-1:])
+    compared_steps = set[int]()
+    for set_name in {evaluation.name for evaluation in evaluations}:
+        set_evaluations = [
+            evaluation for evaluation in evaluations if evaluation.name == set_name and evaluation.success is not None
+        ]
+        compared_steps |= {
+            evaluation.step
+            for evaluation in (
+                *set_evaluations[-1:],
+                *sorted(set_evaluations[:-1], key=lambda point: point.success or 0.0)[-1:],
+            )
         }
-    return steps
+    return compared_steps
 
 
 def _hosts(store: RunStore, since: float, *, after: int) -> dict[str, HostFacts]:
     """Count, by host, what its workers' counts grew by since then, as `agentrl.run.processes.worker_process` records
     them."""
-    first: dict[str, Mapping[str, Any]] = {}
-    last: dict[str, Mapping[str, Any]] = {}
+    first_reports: dict[str, Mapping[str, Any]] = {}
+    last_reports: dict[str, Mapping[str, Any]] = {}
     # Undone ones too: an episode that a host has failed was failed, whether or not its step still counts.
-    for row in store.metrics.values("fleet", undone=True, after=max(-1, after)):
-        worker = row.values.get("worker")
-        if isinstance(worker, str):
-            last[worker] = row.values
+    for worker_report in store.metrics.values("fleet", undone=True, after=max(-1, after)):
+        worker_name = worker_report.values.get("worker")
+        if isinstance(worker_name, str):
+            last_reports[worker_name] = worker_report.values
             # Workers report counts since their start. The last report before the window is what has to be taken off.
-            if row.time_s <= since:
-                first[worker] = row.values
-    hosts: dict[str, HostFacts] = {}
-    for worker, row in last.items():
-        of, grown = hosts.setdefault(str(row["host"]), HostFacts()), Counter[str]()
-        for name in ("ended", "failed"):
-            grown[name] = int(row[name]) - int(first.get(worker, {}).get(name, 0))
-        of.ended += grown["ended"]
-        of.failed += grown["failed"]
-    return hosts
+            if worker_report.time_s <= since:
+                first_reports[worker_name] = worker_report.values
+    facts_by_host: dict[str, HostFacts] = {}
+    for worker_name, worker_report in last_reports.items():
+        host_facts, grown_counts = facts_by_host.setdefault(str(worker_report["host"]), HostFacts()), Counter[str]()
+        for count_name in ("ended", "failed"):
+            grown_counts[count_name] = int(worker_report[count_name]) - int(
+                first_reports.get(worker_name, {}).get(count_name, 0)
+            )
+        host_facts.ended += grown_counts["ended"]
+        host_facts.failed += grown_counts["failed"]
+    return facts_by_host
