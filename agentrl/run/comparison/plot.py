@@ -24,34 +24,42 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UsageError(f"--plot needs matplotlib, which is not installed: {install_command('train')}") from None
-    rows = [(pair, unit) for pair in comparisons for unit in _by_unit(pair.measures)]
-    heights = [len(unit) + 1.5 for _, unit in rows]
+    axis_rows = [
+        (comparison, unit_measures) for comparison in comparisons for unit_measures in _by_unit(comparison.measures)
+    ]
+    row_heights = [len(unit_measures) + 1.5 for _, unit_measures in axis_rows]
     # A figure of its own and no window: pyplot would keep every figure of the process, and choose a screen.
-    figure = Figure(figsize=(8, 0.4 * sum(heights) + 0.4), layout="constrained")
-    axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for (pair, unit), axis in zip(rows, axes, strict=True):
-        factor = 100.0 if is_share(unit[0].name) else 1.0
-        for place, measured in enumerate(reversed(unit)):
-            decides = measured is pair.measures[0] and (pair.is_shown or pair.decided_after is not None)
-            middle, low, high = (factor * value for value in (measured.difference, measured.low, measured.high))
-            color = _SHOWN if decides else _NOT_SHOWN
-            axis.plot([low, high], [place, place], color=color, linewidth=2)
-            axis.plot([middle], [place], "o", color=color)
-        axis.axvline(0.0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(unit)), [measured.name for measured in reversed(unit)])
-        axis.set_ylim(-0.6, len(unit) - 0.4)
-        axis.spines[["top", "right"]].set_visible(False)
-        points = ", points" if is_share(unit[0].name) else ""
-        axis.set_title(f"{pair.b} minus {pair.a}{points}: difference with its 95% interval", fontsize=9, loc="left")
+    figure = Figure(figsize=(8, 0.4 * sum(row_heights) + 0.4), layout="constrained")
+    row_axes = figure.subplots(len(axis_rows), 1, squeeze=False, height_ratios=row_heights)[:, 0]
+    for (comparison, unit_measures), row_axis in zip(axis_rows, row_axes, strict=True):
+        scale_factor = 100.0 if is_share(unit_measures[0].name) else 1.0
+        for line_position, measured in enumerate(reversed(unit_measures)):
+            is_decisive = measured is comparison.measures[0] and (
+                comparison.is_shown or comparison.decided_after is not None
+            )
+            difference, lower_end, upper_end = (
+                scale_factor * interval_point for interval_point in (measured.difference, measured.low, measured.high)
+            )
+            line_color = _SHOWN if is_decisive else _NOT_SHOWN
+            row_axis.plot([lower_end, upper_end], [line_position, line_position], color=line_color, linewidth=2)
+            row_axis.plot([difference], [line_position], "o", color=line_color)
+        row_axis.axvline(0.0, color="black", linewidth=0.8)
+        row_axis.set_yticks(range(len(unit_measures)), [measured.name for measured in reversed(unit_measures)])
+        row_axis.set_ylim(-0.6, len(unit_measures) - 0.4)
+        row_axis.spines[["top", "right"]].set_visible(False)
+        unit_text = ", points" if is_share(unit_measures[0].name) else ""
+        row_axis.set_title(
+            f"{comparison.b} minus {comparison.a}{unit_text}: difference with its 95% interval", fontsize=9, loc="left"
+        )
     try:
         figure.savefig(str(path), dpi=130)  # pyright: ignore[reportUnknownMemberType]
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
-        raise UsageError(f"--plot {path}: {error}") from None
+    except (OSError, ValueError) as save_error:  # ValueError: an ending that is no format
+        raise UsageError(f"--plot {path}: {save_error}") from None
     return figure
 
 
 def _by_unit(measures: Sequence[Measured]) -> list[list[Measured]]:
     """The shares together, every other measure alone."""
-    shares = [measured for measured in measures if is_share(measured.name)]
-    others = [[measured] for measured in measures if not is_share(measured.name)]
-    return [shares, *others] if shares else others
+    share_measures = [measured for measured in measures if is_share(measured.name)]
+    other_measures = [[measured] for measured in measures if not is_share(measured.name)]
+    return [share_measures, *other_measures] if share_measures else other_measures

@@ -60,51 +60,55 @@ class Results:
     def document(self) -> dict[str, Any]:
         """The counts, for JSON."""
         episodes = sum(len(episodes) for episodes in self.tasks.values())
-        tasks = sum(1 for episodes in self.tasks.values() if episodes)
-        counts = {"tasks": tasks, "episodes": episodes, "failed": self.failed}
-        return {"name": self.name, "source": self.source, **counts, "unfinished_tasks": len(self.unfinished)}
+        task_count = sum(1 for episodes in self.tasks.values() if episodes)
+        count_fields = {"tasks": task_count, "episodes": episodes, "failed": self.failed}
+        return {"name": self.name, "source": self.source, **count_fields, "unfinished_tasks": len(self.unfinished)}
 
 
 def read(place: str, held_out: str | None = None) -> Results:
     """Read the results at `place`: a run's folder or one of `agentrl eval --out`, each with `:MOMENT` behind it if not
     the newest evaluation is meant, or a file of JSON lines. `held_out` names the set. Raises UsageError."""
-    path, moment = Path(place), None
+    results_path, moment = Path(place), None
     # A folder's name may hold a colon, so that a moment is looked for only where no such folder is.
-    if not path.exists() and ":" in place:
-        before, _, moment = place.rpartition(":")
-        path = Path(before)
-    if RunDir(path).store_path.exists():
-        results = _of_run(place, RunDir(path), held_out, moment)
-    elif moment is not None and path.exists():
-        raise UsageError(f"{place}: {path} is no run, so it has no moment {moment!r}")
-    elif (file := path / RESULTS if path.is_dir() else path).is_file():
-        results = _of_lines(place, file)
+    if not results_path.exists() and ":" in place:
+        path_text, _, moment = place.rpartition(":")
+        results_path = Path(path_text)
+    if RunDir(results_path).store_path.exists():
+        model_results = _of_run(place, RunDir(results_path), held_out, moment)
+    elif moment is not None and results_path.exists():
+        raise UsageError(f"{place}: {results_path} is no run, so it has no moment {moment!r}")
+    elif (lines_file := results_path / RESULTS if results_path.is_dir() else results_path).is_file():
+        model_results = _of_lines(place, lines_file)
     else:
-        hint = f"give a run, a folder of agentrl eval --out, or a file of JSON lines; {RESULTS} or a store"
-        raise UsageError(f"{place} holds no results: {hint}")
-    if not any(results.tasks.values()):
-        raise UsageError(f"{place} ({results.source}) has no episode that ended by the model's own doing")
-    return results
+        suggestion = f"give a run, a folder of agentrl eval --out, or a file of JSON lines; {RESULTS} or a store"
+        raise UsageError(f"{place} holds no results: {suggestion}")
+    if not any(model_results.tasks.values()):
+        raise UsageError(f"{place} ({model_results.source}) has no episode that ended by the model's own doing")
+    return model_results
 
 
 def _of_run(name: str, run: RunDir, held_out: str | None, moment: str | None) -> Results:
-    with RunStore.read(run.store_path) as store:
-        purpose = _purpose(run, store.groups.purposes(), held_out, moment)
-        rows = store.reads.episodes(purpose, limit=_MOST)
-    results = Results(name=name, source=purpose)
+    with RunStore.read(run.store_path) as run_store:
+        eval_purpose = _purpose(run, run_store.groups.purposes(), held_out, moment)
+        episode_rows = run_store.reads.episodes(eval_purpose, limit=_MOST)
+    model_results = Results(name=name, source=eval_purpose)
     # An environment without a verdict leaves success open; with one, an episode that it did not judge was not solved.
-    judges = any(row.success is not None for row in rows)
-    for row in sorted(rows, key=lambda row: row.group_id):
-        key = TaskKey(row.task.env, str(row.task.seed), _arguments(row.task.kwargs, row.task.options))
-        episodes = results.tasks.setdefault(key, [])
-        if row.stop_reason is None and row.state in ("waiting", "running"):
-            results.unfinished.add(key)
-        elif row.stop_reason is None or not row.stop_reason.by_policy:
-            results.failed += 1
+    has_verdicts = any(episode_row.success is not None for episode_row in episode_rows)
+    for episode_row in sorted(episode_rows, key=lambda row: row.group_id):
+        task_key = TaskKey(
+            episode_row.task.env,
+            str(episode_row.task.seed),
+            _arguments(episode_row.task.kwargs, episode_row.task.options),
+        )
+        episodes = model_results.tasks.setdefault(task_key, [])
+        if episode_row.stop_reason is None and episode_row.state in ("waiting", "running"):
+            model_results.unfinished.add(task_key)
+        elif episode_row.stop_reason is None or not episode_row.stop_reason.by_policy:
+            model_results.failed += 1
         else:
-            success = bool(row.success) if judges else None
-            episodes.append(Episode(success, row.outcome, row.turns, row.tokens))
-    return results
+            is_success = bool(episode_row.success) if has_verdicts else None
+            episodes.append(Episode(is_success, episode_row.outcome, episode_row.turns, episode_row.tokens))
+    return model_results
 
 
 def _arguments(kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -114,51 +118,62 @@ def _arguments(kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 def _purpose(run: RunDir, purposes: list[str], held_out: str | None, moment: str | None) -> str:
     """Return the purpose of the evaluation to read, as the store names it. Raises UsageError, and names those that are
     there."""
-    labels = {purpose: label for purpose in purposes if (label := read_label(purpose, now=0)) is not None}
-    if not labels:
-        hint = f"run agentrl eval {run.path} --out FOLDER and compare FOLDER"
-        raise UsageError(f"{run.path} was not measured on held-out tasks: {hint}")
-    sets = sorted({label.name for label in labels.values()})
-    if held_out is None and len(sets) > 1:
-        raise UsageError(f"{run.path} has the held-out sets {', '.join(sets)}: name one, --held-out NAME")
-    chosen = {
-        purpose: label
-        for purpose, label in labels.items()
-        if label.name == (held_out or sets[0]) and moment in (None, label.when, purpose.rpartition(":")[2])
+    eval_labels = {
+        eval_purpose: eval_label
+        for eval_purpose in purposes
+        if (eval_label := read_label(eval_purpose, now=0)) is not None
     }
-    if not chosen:
-        missing = f"{held_out or sets[0]}:{moment}" if moment else held_out
-        raise UsageError(f"{run.path} has no evaluation {missing}: there are {', '.join(sorted(labels))}")
+    if not eval_labels:
+        suggestion = f"run agentrl eval {run.path} --out FOLDER and compare FOLDER"
+        raise UsageError(f"{run.path} was not measured on held-out tasks: {suggestion}")
+    set_names = sorted({eval_label.name for eval_label in eval_labels.values()})
+    if held_out is None and len(set_names) > 1:
+        raise UsageError(f"{run.path} has the held-out sets {', '.join(set_names)}: name one, --held-out NAME")
+    chosen_labels = {
+        eval_purpose: eval_label
+        for eval_purpose, eval_label in eval_labels.items()
+        if eval_label.name == (held_out or set_names[0])
+        and moment in (None, eval_label.when, eval_purpose.rpartition(":")[2])
+    }
+    if not chosen_labels:
+        missing_name = f"{held_out or set_names[0]}:{moment}" if moment else held_out
+        raise UsageError(f"{run.path} has no evaluation {missing_name}: there are {', '.join(sorted(eval_labels))}")
 
-    return max(chosen, key=lambda purpose: (_AGE.get(chosen[purpose].when, -1), chosen[purpose].step))
+    return max(
+        chosen_labels, key=lambda purpose: (_AGE.get(chosen_labels[purpose].when, -1), chosen_labels[purpose].step)
+    )
 
 
 def _of_lines(name: str, file: Path) -> Results:
     """Read a file of JSON lines; `agentrl eval --endpoint` writes one with a first line about the evaluation."""
-    results = Results(name=name, source=str(file))
-    header: Mapping[str, Any] | None = None
-    failed, seen = set[tuple[TaskKey, str]](), set[tuple[TaskKey, str]]()
-    for place, row in _rows(file):
-        if header is None and not seen and isinstance(row.get("of"), dict):
-            header = cast("dict[str, Any]", row["of"])
+    model_results = Results(name=name, source=str(file))
+    eval_header: Mapping[str, Any] | None = None
+    failed_episodes, seen_episodes = set[tuple[TaskKey, str]](), set[tuple[TaskKey, str]]()
+    for row_place, episode_row in _rows(file):
+        if eval_header is None and not seen_episodes and isinstance(episode_row.get("of"), dict):
+            eval_header = cast("dict[str, Any]", episode_row["of"])
             continue
-        with notices.at(place):
-            for unused in row.keys() - (_KEYS if header is None else _KEYS | _KEYS_OF_EVAL):
-                notices.note("results", f"the key {unused[:60]!r} is not used")
+        with notices.at(row_place):
+            for unused_key in episode_row.keys() - (_KEYS if eval_header is None else _KEYS | _KEYS_OF_EVAL):
+                notices.note("results", f"the key {unused_key[:60]!r} is not used")
         # An episode without a sample is one more of its task; a server's model plays each task once.
-        episode = key, sample = _identity(place, row, header), _text(row.get("sample", place if header is None else 0))
-        if episode in seen:
-            raise UsageError(f"{place} is the second row of task {key.task}, sample {sample}: each stands once")
-        if row.get("error"):
-            failed.add(episode)
+        task_key = _identity(row_place, episode_row, eval_header)
+        sample_name = _text(episode_row.get("sample", row_place if eval_header is None else 0))
+        episode_key = task_key, sample_name
+        if episode_key in seen_episodes:
+            raise UsageError(
+                f"{row_place} is the second row of task {task_key.task}, sample {sample_name}: each stands once"
+            )
+        if episode_row.get("error"):
+            failed_episodes.add(episode_key)
             continue
-        failed.discard(episode)  # it was played in a later attempt
-        seen.add(episode)
-        results.tasks.setdefault(key, []).append(_episode(place, row))
-    results.failed = len(failed)
-    if header is not None and seen:
-        _order_by_seed(results, {key for key, _ in failed})
-    return results
+        failed_episodes.discard(episode_key)  # it was played in a later attempt
+        seen_episodes.add(episode_key)
+        model_results.tasks.setdefault(task_key, []).append(_episode(row_place, episode_row))
+    model_results.failed = len(failed_episodes)
+    if eval_header is not None and seen_episodes:
+        _order_by_seed(model_results, {task_key for task_key, _ in failed_episodes})
+    return model_results
 
 
 def _identity(place: str, row: Mapping[str, Any], header: Mapping[str, Any] | None) -> TaskKey:
@@ -175,11 +190,13 @@ def _identity(place: str, row: Mapping[str, Any], header: Mapping[str, Any] | No
 def _order_by_seed(results: Results, failed: set[TaskKey]) -> None:
     """Put the tasks of `agentrl eval --endpoint` into the order in which they began: its file has that of their ends.
     Seeds are consecutive, so that one that is missing in between has not ended."""
-    example = next(iter(results.tasks))
-    seeds = {int(key.task) for key in [*results.tasks, *failed]}
-    order = [example._replace(task=str(seed)) for seed in range(min(seeds), max(seeds) + 1)]
-    results.unfinished = set(order) - results.tasks.keys() - failed
-    results.tasks = {key: results.tasks.get(key, []) for key in order}
+    example_key = next(iter(results.tasks))
+    task_seeds = {int(task_key.task) for task_key in [*results.tasks, *failed]}
+    ordered_keys = [
+        example_key._replace(task=str(task_seed)) for task_seed in range(min(task_seeds), max(task_seeds) + 1)
+    ]
+    results.unfinished = set(ordered_keys) - results.tasks.keys() - failed
+    results.tasks = {task_key: results.tasks.get(task_key, []) for task_key in ordered_keys}
 
 
 def _text(value: Any) -> str:
@@ -189,33 +206,37 @@ def _text(value: Any) -> str:
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a file with their places."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as JSON lines: {error}") from None
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+        file_text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as read_error:
+        raise UsageError(f"{file} cannot be read as JSON lines: {read_error}") from None
+    file_lines = file_text.split("\n")
+    for line_number, file_line in enumerate(file_lines, 1):
+        if not file_line.strip():
             continue
         try:
-            row: Any = json.loads(line)
+            parsed_row: Any = json.loads(file_line)
         except ValueError:
-            row = None
-            if number == len(lines):  # somebody writes it now, or a crash cut it off
-                notices.note("results", "a last line that is cut off is not used", place=f"{file}, line {number}")
+            parsed_row = None
+            if line_number == len(file_lines):  # somebody writes it now, or a crash cut it off
+                notices.note("results", "a last line that is cut off is not used", place=f"{file}, line {line_number}")
                 continue
-        if not isinstance(row, dict):
-            raise UsageError(f"{file}, line {number} is no JSON object: give one row for each episode")
-        yield f"{file}, line {number}", cast("dict[str, Any]", row)
+        if not isinstance(parsed_row, dict):
+            raise UsageError(f"{file}, line {line_number} is no JSON object: give one row for each episode")
+        yield f"{file}, line {line_number}", cast("dict[str, Any]", parsed_row)
 
 
 def _episode(place: str, row: Mapping[str, Any]) -> Episode:
-    success: Any = row.get("success")
-    if success is not None and success not in (0, 1):
-        raise UsageError(f"{place}: success is {success!r}, give true or false")
-    values = {"outcome": row.get("outcome", row.get("reward")), "turns": row.get("turns"), "tokens": row.get("tokens")}
-    for name, value in values.items():
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise UsageError(f"{place}: {name} is {value!r}, give a finite number")
-    if success is None and values["outcome"] is None:
+    row_success: Any = row.get("success")
+    if row_success is not None and row_success not in (0, 1):
+        raise UsageError(f"{place}: success is {row_success!r}, give true or false")
+    row_values = {
+        "outcome": row.get("outcome", row.get("reward")),
+        "turns": row.get("turns"),
+        "tokens": row.get("tokens"),
+    }
+    for value_name, row_value in row_values.items():
+        if row_value is not None and not (isinstance(row_value, int | float) and math.isfinite(row_value)):
+            raise UsageError(f"{place}: {value_name} is {row_value!r}, give a finite number")
+    if row_success is None and row_values["outcome"] is None:
         raise UsageError(f"{place} has neither success nor outcome")
-    return Episode(None if success is None else bool(success), **values)
+    return Episode(None if row_success is None else bool(row_success), **row_values)
