@@ -77,7 +77,7 @@ class Report:
             "dtype": self.dtype,
             "healthy": False if self.faults else None if self.unknown else True,
             "faults": [fault.document() for fault in self.faults],
-            "depths": [asdict(row) for row in self.depths],
+            "depths": [asdict(depth_row) for depth_row in self.depths],
             "logprobs": self.mode,
             "remarks": self.remarks,
             "unknown": self.unknown,
@@ -103,25 +103,27 @@ def examine(subject: Subject, progress: Callable[[str], None] = lambda line: Non
     """Compare a server with a model folder. Raises UsageError for a server or folder that cannot be compared,
     EngineUnavailable and EngineTimeout for a server that is not there, or does not answer in time."""
     vocabulary = probe.read_vocabulary(subject.model)
-    answers = trio.run(_ask, subject, vocabulary, progress)
-    dtype = subject.dtype or _dtype_of(subject.model)
-    report = Report(way=answers.way, name=answers.name, dtype=dtype)
-    _judge_tokens(subject, vocabulary, answers, report)
-    if any(map(math.isnan, answers.special)) or any(any(map(math.isnan, s)) for s in answers.scores.values()):
+    server_answers = trio.run(_ask, subject, vocabulary, progress)
+    expected_dtype = subject.dtype or _dtype_of(subject.model)
+    report = Report(way=server_answers.way, name=server_answers.name, dtype=expected_dtype)
+    _judge_tokens(subject, vocabulary, server_answers, report)
+    if any(map(math.isnan, server_answers.special)) or any(
+        any(map(math.isnan, depth_scores)) for depth_scores in server_answers.scores.values()
+    ):
         report.faults.insert(0, Fault("not_numbers", "a log-prob of the probe is NaN"))
         return report
-    _Comparison(subject, vocabulary, answers, report, progress).judge()
+    _Comparison(subject, vocabulary, server_answers, report, progress).judge()
     return report
 
 
 def _dtype_of(folder: Path) -> Dtype:
-    config = json.loads((folder / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return name if name in ("float32", "float16", "bfloat16") else "bfloat16"
+    model_config = json.loads((folder / "config.json").read_text())
+    dtype_name = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
+    return dtype_name if dtype_name in ("float32", "float16", "bfloat16") else "bfloat16"
 
 
 def _diagnosed(depths: Sequence[int]) -> int:
-    return max([depth for depth in depths if depth <= _DIAGNOSED], default=depths[0])
+    return max([probe_depth for probe_depth in depths if probe_depth <= _DIAGNOSED], default=depths[0])
 
 
 # --- what the server says ---------------------------------------------------------------------------------------------
@@ -137,30 +139,37 @@ async def _ask(subject: Subject, vocabulary: Vocabulary, progress: Callable[[str
         probe=probe.draw(vocabulary, _CONNECTING),
     )
     async with aclosing(server.client):
-        limits = [fits for fits in (server.fits, _positions(subject.model)) if fits is not None]
-        depths = probe.depths(min(limits, default=probe.SHALLOWEST + probe.SAMPLED), subject.max_depth)
-        tokens, special = probe.draw(vocabulary, depths[-1]), probe.draw_special(vocabulary, depths[0])
-        diagnosed, name = _diagnosed(depths), server.name
-        progress(f"{server.url}: {server.way}, {name or 'its only model'}, contexts up to {depths[-1]} tokens")
+        context_limits = [
+            context_limit for context_limit in (server.fits, _positions(subject.model)) if context_limit is not None
+        ]
+        probe_depths = probe.depths(min(context_limits, default=probe.SHALLOWEST + probe.SAMPLED), subject.max_depth)
+        probe_tokens = probe.draw(vocabulary, probe_depths[-1])
+        special_tokens = probe.draw_special(vocabulary, probe_depths[0])
+        diagnosed_depth, model_name = _diagnosed(probe_depths), server.name
+        progress(
+            f"{server.url}: {server.way}, {model_name or 'its only model'}, contexts up to {probe_depths[-1]} tokens"
+        )
         # Before anything is scored: what the cache holds of the probe is then from an earlier look at the server, and
         # perhaps from earlier weights.
-        cached = await server.sample(tokens[:diagnosed], name, count=probe.SAMPLED)
-        fresh_prompt = probe.with_new_start(vocabulary, tokens[: depths[0]])
-        fresh = await server.sample(fresh_prompt, name, count=probe.SAMPLED)
-        tempered = await server.sample(fresh_prompt, name, count=probe.SAMPLED, temperature=_TEMPERATURE)
-        scores = {depth: await server.score(tokens[:depth], name) for depth in depths}
+        cached_sample = await server.sample(probe_tokens[:diagnosed_depth], model_name, count=probe.SAMPLED)
+        fresh_prompt = probe.with_new_start(vocabulary, probe_tokens[: probe_depths[0]])
+        fresh_sample = await server.sample(fresh_prompt, model_name, count=probe.SAMPLED)
+        tempered_sample = await server.sample(fresh_prompt, model_name, count=probe.SAMPLED, temperature=_TEMPERATURE)
+        depth_scores = {
+            probe_depth: await server.score(probe_tokens[:probe_depth], model_name) for probe_depth in probe_depths
+        }
         return _Answers(
             way=server.way,
-            name=name,
-            scores=scores,
-            special_tokens=special,
-            special=await server.score(special, name) if special else (),
-            base=await server.score(tokens[:diagnosed], server.base) if server.base is not None else None,
-            cached=cached,
-            fresh=fresh,
-            tempered=tempered,
+            name=model_name,
+            scores=depth_scores,
+            special_tokens=special_tokens,
+            special=await server.score(special_tokens, model_name) if special_tokens else (),
+            base=await server.score(probe_tokens[:diagnosed_depth], server.base) if server.base is not None else None,
+            cached=cached_sample,
+            fresh=fresh_sample,
+            tempered=tempered_sample,
             chats=await _chats(server, subject.model),
-            text=await server.text_tokens(probe.TEXT, server.base or name),
+            text=await server.text_tokens(probe.TEXT, server.base or model_name),
         )
 
 
@@ -170,27 +179,28 @@ async def _chats(server: Server, folder: Path) -> list[tuple[tuple[int, ...], Se
         renderer = Renderer(folder)
     except ModelError:  # it has no template
         return []
-    chats: list[tuple[tuple[int, ...], ServedTokens | str]] = []
+    compared_chats: list[tuple[tuple[int, ...], ServedTokens | str]] = []
     for messages in probe.CONVERSATIONS:
         try:
-            ours = renderer.start(messages)
+            folder_tokens = renderer.start(messages)
         except ModelError:  # the template takes no such message
             continue
         try:
-            served = await server.chat_tokens(messages, server.base or server.name)
+            served_tokens = await server.chat_tokens(messages, server.base or server.name)
         except (EngineUnavailable, EngineTimeout):
             raise
-        except EngineError as error:
-            chats.append((ours, error.reason))
+        except EngineError as refusal:
+            compared_chats.append((folder_tokens, refusal.reason))
             continue
-        if served is not None:
-            chats.append((ours, served))
-    return chats
+        if served_tokens is not None:
+            compared_chats.append((folder_tokens, served_tokens))
+    return compared_chats
 
 
 def _positions(folder: Path) -> int | None:
-    config = json.loads((folder / "config.json").read_text())
-    positions = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    model_config = json.loads((folder / "config.json").read_text())
+    text_config = model_config.get("text_config", {})
+    positions = model_config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
 
 
@@ -198,22 +208,28 @@ def _positions(folder: Path) -> int | None:
 
 
 def _judge_tokens(subject: Subject, vocabulary: Vocabulary, answers: _Answers, report: Report) -> None:
-    refused = [words for _, words in answers.chats if isinstance(words, str)]
-    pairs = [(ours, served) for ours, served in answers.chats if not isinstance(served, str)]
-    if refused:
-        words = f"the server refuses {len(refused)} of {len(answers.chats)} conversations that the folder's renders"
-        report.faults.append(Fault("chat_template", f"{words}: {refused[0][:120]}"))
-    elif not pairs:
+    refusals = [refusal for _, refusal in answers.chats if isinstance(refusal, str)]
+    token_pairs = [
+        (folder_tokens, served_tokens)
+        for folder_tokens, served_tokens in answers.chats
+        if not isinstance(served_tokens, str)
+    ]
+    if refusals:
+        refusal = f"the server refuses {len(refusals)} of {len(answers.chats)} conversations that the folder's renders"
+        report.faults.append(Fault("chat_template", f"{refusal}: {refusals[0][:120]}"))
+    elif not token_pairs:
         report.remarks.append("chat template: not compared (the folder has none, or the server has no chats)")
-    elif fault := verdict.token_fault(pairs, vocabulary.special, "chat_template"):
-        report.faults.append(fault)
-    elif all(served.ids is None for _, served in pairs):
+    elif token_fault := verdict.token_fault(token_pairs, vocabulary.special, "chat_template"):
+        report.faults.append(token_fault)
+    elif all(served_tokens.ids is None for _, served_tokens in token_pairs):
         report.remarks.append("chat template: only numbers of tokens were compared, since the server names no ids")
     if answers.text is None:
         return
-    ours = text_tokens(subject.model, probe.TEXT)
-    if ours is not None and (fault := verdict.token_fault([(ours, answers.text)], vocabulary.special, "tokenizer")):
-        report.faults.append(fault)
+    folder_tokens = text_tokens(subject.model, probe.TEXT)
+    if folder_tokens is not None and (
+        token_fault := verdict.token_fault([(folder_tokens, answers.text)], vocabulary.special, "tokenizer")
+    ):
+        report.faults.append(token_fault)
 
 
 class _Comparison:
@@ -236,96 +252,109 @@ class _Comparison:
 
     def judge(self) -> None:
         """Fill the report."""
-        subject, special = self._subject, self._answers.special_tokens
-        passes = [self._tokens[:depth] for depth in self._depths] + ([special] if special else [])
+        subject, special_tokens = self._subject, self._answers.special_tokens
+        probe_passes = [self._tokens[:probe_depth] for probe_depth in self._depths] + (
+            [special_tokens] if special_tokens else []
+        )
         self._progress("computing the folder's log-probs in bfloat16")
-        coarse = self._passes(LocalModel(subject.model, "bfloat16", subject.adapter), passes)
+        coarse_logprobs = self._passes(LocalModel(subject.model, "bfloat16", subject.adapter), probe_passes)
         self._progress("computing the folder's log-probs in float32")
         self._model = LocalModel(subject.model, "float32", subject.adapter)
-        exact = self._passes(self._model, passes)
-        rounding = [minus(a, b) for a, b in zip(coarse, exact, strict=True)]
-        index = self._depths.index(self._diagnosed)
-        self._exact, self._rounding = exact[index], rounding[index]
-        self._answer = self._answers.scores[self._diagnosed]
-        starts = [0, *self._depths[:-1]]
-        self._report.depths = [
-            verdict.depth_row(depth, start, self._answers.scores[depth], exact[i], rounding[i], self._dtype)
-            for i, (depth, start) in enumerate(zip(self._depths, starts, strict=True))
+        exact_logprobs = self._passes(self._model, probe_passes)
+        rounding = [
+            minus(coarse_pass, exact_pass)
+            for coarse_pass, exact_pass in zip(coarse_logprobs, exact_logprobs, strict=True)
         ]
-        if self._judge_weights() and (not special or self._judge_special(exact[-1], rounding[-1])):
+        diagnosed_index = self._depths.index(self._diagnosed)
+        self._exact, self._rounding = exact_logprobs[diagnosed_index], rounding[diagnosed_index]
+        self._answer = self._answers.scores[self._diagnosed]
+        start_positions = [0, *self._depths[:-1]]
+        self._report.depths = [
+            verdict.depth_row(
+                probe_depth,
+                start_position,
+                self._answers.scores[probe_depth],
+                exact_logprobs[pass_index],
+                rounding[pass_index],
+                self._dtype,
+            )
+            for pass_index, (probe_depth, start_position) in enumerate(zip(self._depths, start_positions, strict=True))
+        ]
+        if self._judge_weights() and (not special_tokens or self._judge_special(exact_logprobs[-1], rounding[-1])):
             self._judge_samples()
 
     def _passes(self, model: LocalModel, passes: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        return [model.logprobs(tokens) for tokens in passes]
+        return [model.logprobs(pass_tokens) for pass_tokens in passes]
 
     def _judge_weights(self) -> bool:
         """Whether the server has the folder's weights, up to its dtype."""
-        faults, rounding = self._report.faults, self._rounding
+        report_faults, rounding = self._report.faults, self._rounding
         hypotheses = list(self._hypotheses())
-        best = verdict.closest(self._answer, self._exact, hypotheses, rounding, self._dtype)
-        reference = self._exact if best is None else best.logprobs
-        is_quantized = best is not None and best.fault == "quantized"
+        best_hypothesis = verdict.closest(self._answer, self._exact, hypotheses, rounding, self._dtype)
+        reference = self._exact if best_hypothesis is None else best_hypothesis.logprobs
+        is_quantized = best_hypothesis is not None and best_hypothesis.fault == "quantized"
         is_exact = is_quantized or verdict.is_near(self._answer, reference, self._dtype, rounding)
         # Before the dtype: some layers of the checkpoint before this one may be as far off as bfloat16 is.
         if not is_exact and (fault := self._partial(reference)):
-            faults.append(fault)
+            report_faults.append(fault)
             return False
-        if best is not None:
-            faults.append(verdict.explained(best, self._answer, self._exact))
+        if best_hypothesis is not None:
+            report_faults.append(verdict.explained(best_hypothesis, self._answer, self._exact))
         if is_quantized:
             return False
         if fault := verdict.dtype_fault(self._answer, reference, rounding, self._dtype):
-            faults.append(fault)
+            report_faults.append(fault)
             self._dtype = "bfloat16"
-        if best is not None:
+        if best_hypothesis is not None:
             return False
         if verdict.is_near(self._answer, self._exact, self._dtype, rounding):
             return self._judge_depths()
-        faults.append(self._unexplained())
+        report_faults.append(self._unexplained())
         return False
 
     def _judge_depths(self) -> bool:
         """Whether deeper contexts agree as shallow ones do."""
         if self._dtype != self._report.dtype:  # named already
             return True
-        if wrong := next((row for row in self._report.depths if not row.is_near), None):
-            self._report.faults.append(self._depth_fault(wrong))
-        return wrong is None
+        if wrong_row := next((depth_row for depth_row in self._report.depths if not depth_row.is_near), None):
+            self._report.faults.append(self._depth_fault(wrong_row))
+        return wrong_row is None
 
     def _depth_fault(self, row: Depth) -> Fault:
-        first = self._report.depths[0]
+        first_row = self._report.depths[0]
         return Fault(
             "depth",
-            f"{row.mean:.2g} nats off up to {row.depth} tokens of context, {first.mean:.2g} up to {first.depth}",
+            f"{row.mean:.2g} nats off up to {row.depth} tokens of context, {first_row.mean:.2g} up to "
+            f"{first_row.depth}",
         )
 
     def _hypotheses(self) -> Iterator[Hypothesis]:
-        subject, tokens = self._subject, self._tokens[: self._diagnosed]
+        subject, probe_tokens = self._subject, self._tokens[: self._diagnosed]
         if subject.adapter is not None:
             with self._model.without_adapter():
-                base = self._model.logprobs(tokens)
-            yield Hypothesis("adapter_not_applied", "the model without the adapter", base)
-            if line := self._too_close("the adapter", base):
-                self._report.unknown.append(line)
-        for folder in subject.candidates:
-            self._progress(f"computing the log-probs of {folder}")
-            logprobs = self._candidate(folder)
+                base_logprobs = self._model.logprobs(probe_tokens)
+            yield Hypothesis("adapter_not_applied", "the model without the adapter", base_logprobs)
+            if uncertainty := self._too_close("the adapter", base_logprobs):
+                self._report.unknown.append(uncertainty)
+        for candidate_folder in subject.candidates:
+            self._progress(f"computing the log-probs of {candidate_folder}")
+            logprobs = self._candidate(candidate_folder)
             if logprobs is not None:
-                is_adapter = (folder / ADAPTER).is_file()
-                yield Hypothesis("other_adapter" if is_adapter else "other_checkpoint", str(folder), logprobs)
-                if line := self._too_close(str(folder), logprobs):
-                    self._report.remarks.append(line)
-        for scheme in SCHEMES:
-            with self._model.quantized(scheme):
-                rounded = self._model.logprobs(tokens)
-            yield Hypothesis("quantized", f"the folder with weights rounded to {scheme}", rounded)
+                is_adapter = (candidate_folder / ADAPTER).is_file()
+                yield Hypothesis("other_adapter" if is_adapter else "other_checkpoint", str(candidate_folder), logprobs)
+                if uncertainty := self._too_close(str(candidate_folder), logprobs):
+                    self._report.remarks.append(uncertainty)
+        for rounding_scheme in SCHEMES:
+            with self._model.quantized(rounding_scheme):
+                rounded_logprobs = self._model.logprobs(probe_tokens)
+            yield Hypothesis("quantized", f"the folder with weights rounded to {rounding_scheme}", rounded_logprobs)
 
     def _candidate(self, folder: Path) -> tuple[float, ...] | None:
-        model = self._loaded(folder)
-        if model.rows <= max(self._tokens[: self._diagnosed]):
+        candidate_model = self._loaded(folder)
+        if candidate_model.rows <= max(self._tokens[: self._diagnosed]):
             self._report.remarks.append(f"{folder} has too few tokens to be what the server answers")
             return None
-        return model.logprobs(self._tokens[: self._diagnosed])
+        return candidate_model.logprobs(self._tokens[: self._diagnosed])
 
     def _loaded(self, folder: Path) -> LocalModel:
         is_adapter = (folder / ADAPTER).is_file()
@@ -338,39 +367,46 @@ class _Comparison:
 
     def _unexplained(self) -> Fault:
         """The fault of log-probs that no hypothesis so far explains."""
-        if self._report.depths[0].is_near and (wrong := [row for row in self._report.depths if not row.is_near]):
-            return self._depth_fault(wrong[0])
-        if fault := self._cut_prompt():
-            return fault
-        size = rms(minus(self._answer, self._exact))
-        evidence = f"{size:.2g} nats (rms) from the folder, where bfloat16 makes {rms(self._rounding):.2g}"
-        base = self._answers.base
-        if self._subject.adapter is not None and base is not None:
+        if self._report.depths[0].is_near and (
+            wrong_rows := [depth_row for depth_row in self._report.depths if not depth_row.is_near]
+        ):
+            return self._depth_fault(wrong_rows[0])
+        if prompt_fault := self._cut_prompt():
+            return prompt_fault
+        rms_distance = rms(minus(self._answer, self._exact))
+        evidence = f"{rms_distance:.2g} nats (rms) from the folder, where bfloat16 makes {rms(self._rounding):.2g}"
+        base_logprobs = self._answers.base
+        if self._subject.adapter is not None and base_logprobs is not None:
             with self._model.without_adapter():
-                exact = self._model.logprobs(self._tokens[: self._diagnosed])
-            if verdict.is_near(base, exact, "bfloat16", self._rounding):
+                exact_logprobs = self._model.logprobs(self._tokens[: self._diagnosed])
+            if verdict.is_near(base_logprobs, exact_logprobs, "bfloat16", self._rounding):
                 return Fault("other_adapter", f"the model below the adapter agrees; with the adapter it is {evidence}")
         return Fault("other_weights", f"{evidence}; none of {len(self._subject.candidates)} candidates explains it")
 
     def _cut_prompt(self) -> Fault | None:
         """A setting of sampling in the log-probs of the prompt itself."""
-        stop = min(self._diagnosed, probe.SHALLOWEST)
-        start = stop - probe.SAMPLED
-        tokens = self._tokens[:stop]
-        return self._setting(tokens[:start], tokens[start:], self._answer[start - 1 : stop - 1], "the prompt")
+        stop_position = min(self._diagnosed, probe.SHALLOWEST)
+        start_position = stop_position - probe.SAMPLED
+        probe_tokens = self._tokens[:stop_position]
+        return self._setting(
+            probe_tokens[:start_position],
+            probe_tokens[start_position:],
+            self._answer[start_position - 1 : stop_position - 1],
+            "the prompt",
+        )
 
     def _setting(
         self, prompt: Sequence[int], tokens: Sequence[int], reported: Sequence[float], place: str
     ) -> Fault | None:
-        logits = self._model.logits([*prompt, *tokens], len(prompt))
-        is_reported = [number > _LOST for number in reported]
+        token_logits = self._model.logits([*prompt, *tokens], len(prompt))
+        is_reported = [reported_logprob > _LOST for reported_logprob in reported]
         if not any(is_reported):
             return None
         setting = sampling.explain(
-            logits[is_reported],
-            [token for token, is_there in zip(tokens, is_reported, strict=True) if is_there],
+            token_logits[is_reported],
+            [drawn_token for drawn_token, is_there in zip(tokens, is_reported, strict=True) if is_there],
             prompt,
-            [number for number in reported if number > _LOST],
+            [reported_logprob for reported_logprob in reported if reported_logprob > _LOST],
             verdict.limit_of(self._dtype, self._rounding),
         )
         if setting is None:
@@ -384,34 +420,39 @@ class _Comparison:
     def _partial(self, reference: Sequence[float]) -> Fault | None:
         """Weights of a candidate in some parts of the model, and the folder's in the others, that are far nearer than
         `reference` is."""
-        for folder in self._subject.candidates:
-            other = self._loaded(folder)
-            if not other.has_shapes_of(self._model):
+        for candidate_folder in self._subject.candidates:
+            candidate_model = self._loaded(candidate_folder)
+            if not candidate_model.has_shapes_of(self._model):
                 continue
-            self._progress(f"looking for layers of {folder} among the folder's")
-            best, least = list[str](), rms(minus(self._answer, reference)) / 2
-            for stale in self._splits(other):
-                logprobs = self._mixed(other, stale)
+            self._progress(f"looking for layers of {candidate_folder} among the folder's")
+            best_parts, least_distance = list[str](), rms(minus(self._answer, reference)) / 2
+            for stale_parts in self._splits(candidate_model):
+                logprobs = self._mixed(candidate_model, stale_parts)
                 distance = rms(minus(self._answer, logprobs))
-                if distance < least and verdict.is_near(self._answer, logprobs, "bfloat16", self._rounding):
-                    best, least = stale, distance
-                if best and verdict.is_near(self._answer, logprobs, self._dtype, self._rounding):
+                if distance < least_distance and verdict.is_near(self._answer, logprobs, "bfloat16", self._rounding):
+                    best_parts, least_distance = stale_parts, distance
+                if best_parts and verdict.is_near(self._answer, logprobs, self._dtype, self._rounding):
                     break
-            if best:
-                names = ", ".join(best[:_SHOWN]) + (f" and {len(best) - _SHOWN} more" * (len(best) > _SHOWN))
-                return Fault("partial_update", f"of {folder}, not of the folder: {names}; {least:.2g} nats (rms) left")
+            if best_parts:
+                shown_parts = ", ".join(best_parts[:_SHOWN]) + (
+                    f" and {len(best_parts) - _SHOWN} more" * (len(best_parts) > _SHOWN)
+                )
+                return Fault(
+                    "partial_update",
+                    f"of {candidate_folder}, not of the folder: {shown_parts}; {least_distance:.2g} nats (rms) left",
+                )
         return None
 
     def _splits(self, other: LocalModel) -> Iterator[list[str]]:
         """Parts that an update may have missed, the likeliest first."""
-        parts = self._model.layers()
+        part_names = self._model.layers()
         # After small steps the parts' effects add up, so a fit says at once which of them are stale, several as well.
-        ways = np.array([minus(self._mixed(other, [part]), self._exact) for part in parts])
-        shares = np.linalg.lstsq(ways.T, np.array(minus(self._answer, self._exact)), rcond=None)[0]
-        yield [part for part, share in zip(parts, shares, strict=True) if share > 0.5]
+        part_effects = np.array([minus(self._mixed(other, [part_name]), self._exact) for part_name in part_names])
+        part_shares = np.linalg.lstsq(part_effects.T, np.array(minus(self._answer, self._exact)), rcond=None)[0]
+        yield [part_name for part_name, part_share in zip(part_names, part_shares, strict=True) if part_share > 0.5]
         # After large ones they do not: then a part is missing, or the update broke off after some.
-        yield from ([part] for part in parts)
-        yield from (parts[start:] for start in range(1, len(parts) - 1))
+        yield from ([part_name] for part_name in part_names)
+        yield from (part_names[start_index:] for start_index in range(1, len(part_names) - 1))
 
     def _mixed(self, other: LocalModel, parts: Sequence[str]) -> tuple[float, ...]:
         with self._model.with_parts_of(other, parts):
@@ -420,42 +461,49 @@ class _Comparison:
     def _judge_special(self, exact: Sequence[float], rounding: Sequence[float]) -> bool:
         """Whether the probe of special tokens agrees as the one of ordinary tokens does; adds a fault to the report if
         not. `exact` are the folder's log-probs of that probe in float32, `rounding` how far bfloat16 moves each."""
-        answers = self._answers
+        server_answers = self._answers
         # Rounding differs more between few tokens than between many: the coarser limit of both probes counts.
-        coarser = max(rounding, self._rounding, key=lambda each: verdict.limit_of(self._dtype, each))
-        if verdict.is_near(answers.special, exact, self._dtype, coarser):
+        coarser_rounding = max(rounding, self._rounding, key=lambda each: verdict.limit_of(self._dtype, each))
+        if verdict.is_near(server_answers.special, exact, self._dtype, coarser_rounding):
             return True
-        limit, texts = verdict.limit_of(self._dtype, coarser), self._vocabulary.texts
-        fault = verdict.special_fault(answers.special_tokens, answers.special, exact, limit, texts)
-        self._report.faults.append(fault)
+        rounding_limit, token_texts = verdict.limit_of(self._dtype, coarser_rounding), self._vocabulary.texts
+        special_fault = verdict.special_fault(
+            server_answers.special_tokens, server_answers.special, exact, rounding_limit, token_texts
+        )
+        self._report.faults.append(special_fault)
         return False
 
     def _judge_samples(self) -> None:
         """How the log-probs of sampled tokens are reported, and whether the prefix cache is that of these weights."""
-        answers, report = self._answers, self._report
-        if answers.fresh is None or answers.cached is None or answers.tempered is None:
+        server_answers, report = self._answers, self._report
+        if server_answers.fresh is None or server_answers.cached is None or server_answers.tempered is None:
             report.remarks.append("sampled tokens: not compared, since the server does not name them with log-probs")
             return
-        samples = (answers.fresh, answers.cached, answers.tempered)
-        beyond = max(token for sample in samples for token in sample.token_ids)
-        if beyond >= self._model.rows:
-            evidence = f"it samples token {beyond}, and the folder has {self._model.rows}"
+        server_samples = (server_answers.fresh, server_answers.cached, server_answers.tempered)
+        largest_token = max(
+            sampled_token for server_sample in server_samples for sampled_token in server_sample.token_ids
+        )
+        if largest_token >= self._model.rows:
+            evidence = f"it samples token {largest_token}, and the folder has {self._model.rows}"
             report.faults.append(Fault("other_weights", evidence))
             return
-        if not self._agrees(answers.fresh):
-            sample = answers.fresh
-            fault = self._setting(sample.prompt, sample.token_ids, sample.logprobs, "sampled tokens")
-            report.faults.append(fault or self._processed(sample))
+        if not self._agrees(server_answers.fresh):
+            server_sample = server_answers.fresh
+            sampling_fault = self._setting(
+                server_sample.prompt, server_sample.token_ids, server_sample.logprobs, "sampled tokens"
+            )
+            report.faults.append(sampling_fault or self._processed(server_sample))
             return
-        if not self._agrees(answers.cached):
+        if not self._agrees(server_answers.cached):
             report.faults.append(
                 Fault(
                     "stale_prefix_cache",
-                    f"after a prompt that the cache may hold, sampled tokens are {self._off(answers.cached):.2g} nats"
-                    f" (rms) off; after one that it cannot hold, {self._off(answers.fresh):.2g}",
+                    "after a prompt that the cache may hold, sampled tokens are"
+                    f" {self._off(server_answers.cached):.2g} nats (rms) off; after one that it cannot hold,"
+                    f" {self._off(server_answers.fresh):.2g}",
                 )
             )
-        self._judge_mode(answers.tempered)
+        self._judge_mode(server_answers.tempered)
 
     def _processed(self, sample: Sample) -> Fault:
         return Fault(
@@ -465,26 +513,29 @@ class _Comparison:
         )
 
     def _judge_mode(self, sample: Sample) -> None:
-        logits = self._model.logits([*sample.prompt, *sample.token_ids], len(sample.prompt))
+        token_logits = self._model.logits([*sample.prompt, *sample.token_ids], len(sample.prompt))
         distances = {
-            mode: rms(minus(sample.logprobs, sampling.tempered(logits, sample.token_ids, temperature).tolist()))
-            for mode, temperature in (("raw", 1.0), ("processed", _TEMPERATURE))
+            logprobs_mode: rms(
+                minus(sample.logprobs, sampling.tempered(token_logits, sample.token_ids, temperature).tolist())
+            )
+            for logprobs_mode, temperature in (("raw", 1.0), ("processed", _TEMPERATURE))
         }
-        mode: Mode = "raw" if distances["raw"] < distances["processed"] else "processed"
-        self._report.mode = mode
-        if self._subject.expected_mode not in (None, mode):
+        logprobs_mode: Mode = "raw" if distances["raw"] < distances["processed"] else "processed"
+        self._report.mode = logprobs_mode
+        if self._subject.expected_mode not in (None, logprobs_mode):
             evidence = (
-                f"at temperature {_TEMPERATURE:g} log-probs of samples are {mode}: {distances[mode]:.2g} nats off"
+                f"at temperature {_TEMPERATURE:g} log-probs of samples are {logprobs_mode}:"
+                f" {distances[logprobs_mode]:.2g} nats off"
             )
             self._report.faults.append(Fault("logprobs_mode", evidence))
 
     def _differences(self, sample: Sample) -> list[float]:
-        logits = self._model.logits([*sample.prompt, *sample.token_ids], len(sample.prompt))
-        return minus(sample.logprobs, sampling.tempered(logits, sample.token_ids, 1.0).tolist())
+        token_logits = self._model.logits([*sample.prompt, *sample.token_ids], len(sample.prompt))
+        return minus(sample.logprobs, sampling.tempered(token_logits, sample.token_ids, 1.0).tolist())
 
     def _off(self, sample: Sample) -> float:
         return rms(self._differences(sample))
 
     def _agrees(self, sample: Sample) -> bool:
-        apart = self._differences(sample)
-        return verdict.is_near(apart, [0.0] * len(apart), self._dtype, self._rounding)
+        differences = self._differences(sample)
+        return verdict.is_near(differences, [0.0] * len(differences), self._dtype, self._rounding)

@@ -51,10 +51,10 @@ class LocalModel:
                 self._module.to(self.device)
                 if adapter is not None:
                     self._peft = _adapted(self._module, adapter)
-        except Exception as error:  # of many kinds; the user must fix each
-            reason = first_line(error)
-            place = folder if adapter is None else f"{folder} with the adapter {adapter}"
-            raise ModelError(f"cannot load the model in {place}: {reason}") from error
+        except Exception as load_error:  # of many kinds; the user must fix each
+            failure_reason = first_line(load_error)
+            model_place = folder if adapter is None else f"{folder} with the adapter {adapter}"
+            raise ModelError(f"cannot load the model in {model_place}: {failure_reason}") from load_error
         self._module.eval()
         self.rows: int = self._module.get_input_embeddings().num_embeddings
 
@@ -62,41 +62,43 @@ class LocalModel:
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probs of `tokens[1:]`, in nats at temperature 1."""
         ids_T = torch.tensor(tokens, device=self.device)
-        numbers: list[Tensor] = []
-        start = 0
+        chunk_logprobs: list[Tensor] = []
+        chunk_start = 0
         for logits_CV in self._logits(ids_T):
-            targets_C = ids_T[start + 1 : start + 1 + len(logits_CV)]
+            targets_C = ids_T[chunk_start + 1 : chunk_start + 1 + len(logits_CV)]
             logprobs_CV = logits_CV[: len(targets_C)].float().log_softmax(-1)
-            numbers.append(logprobs_CV.gather(1, targets_C[:, None])[:, 0])
-            start += len(logits_CV)
-        return tuple(torch.cat(numbers).tolist())
+            chunk_logprobs.append(logprobs_CV.gather(1, targets_C[:, None])[:, 0])
+            chunk_start += len(logits_CV)
+        return tuple(torch.cat(chunk_logprobs).tolist())
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
         """The logits [T - start, V] that `tokens[start:]` were drawn from."""
-        rows_TV = torch.cat([logits.float().cpu() for logits in self._logits(torch.tensor(tokens, device=self.device))])
+        rows_TV = torch.cat(
+            [chunk_logits.float().cpu() for chunk_logits in self._logits(torch.tensor(tokens, device=self.device))]
+        )
         return rows_TV[start - 1 : -1].numpy()
 
     def _logits(self, ids_T: Tensor) -> Iterator[Tensor]:
         """Yield the logits of all tokens as rows [C, V], a chunk of tokens at a time: with a large vocabulary, those of
         a long context are gigabytes. In one piece if they are small, or if the model's head cannot be computed apart.
         """
-        module, layer = self._module, self._module.get_output_embeddings()
+        model_module, output_layer = self._module, self._module.get_output_embeddings()
 
         def run() -> Tensor:
-            return module(input_ids=ids_T[None], use_cache=False).logits[0]
+            return model_module(input_ids=ids_T[None], use_cache=False).logits[0]
 
-        vocab, width = getattr(layer, "out_features", 0), ids_T.numel()
-        rows = max(1, _CHUNK_BYTES // (4 * max(1, vocab)))
-        if width <= rows or (head := head_of(module, run, width)) is None:
+        vocabulary_size, token_count = getattr(output_layer, "out_features", 0), ids_T.numel()
+        chunk_rows = max(1, _CHUNK_BYTES // (4 * max(1, vocabulary_size)))
+        if token_count <= chunk_rows or (compute_logits := head_of(model_module, run, token_count)) is None:
             yield run()
             return
         # One pass records the input of the output layer, and computes a single column in its place. The logits of each
         # chunk are then computed from its rows of that input.
-        with overheard(layer, lambda hidden: hidden[..., :1]) as heard:
+        with overheard(output_layer, lambda hidden: hidden[..., :1]) as hidden_states:
             run()
-        for start in range(0, width, rows):
-            yield head(heard[0][0, start : start + rows])
+        for chunk_start in range(0, token_count, chunk_rows):
+            yield compute_logits(hidden_states[0][0, chunk_start : chunk_start + chunk_rows])
 
     @contextmanager
     def without_adapter(self) -> Generator[None]:
@@ -108,43 +110,50 @@ class LocalModel:
     def quantized(self, scheme: Scheme) -> Generator[None]:
         """Inside, the linear layers of all blocks have weights rounded as the plainest kind of a scheme rounds them: a
         scale for each output, or for 128 weights in 4 bits."""
-        output = self._module.get_output_embeddings()
-        layers: list[Any] = [
-            layer
-            for name, layer in self._module.named_modules()
-            if isinstance(layer, nn.Linear) and layer is not output and ".lora_" not in name
+        output_layer = self._module.get_output_embeddings()
+        linear_layers: list[Any] = [
+            linear_layer
+            for module_name, linear_layer in self._module.named_modules()
+            if isinstance(linear_layer, nn.Linear) and linear_layer is not output_layer and ".lora_" not in module_name
         ]
         # Rounded as they compute, a layer at a time: a second model would not fit beside a large one.
-        for layer in layers:
-            layer.forward = partial(_rounded_product, layer, scheme)
+        for linear_layer in linear_layers:
+            linear_layer.forward = partial(_rounded_product, linear_layer, scheme)
         try:
             yield
         finally:
-            for layer in layers:
-                del layer.forward
+            for linear_layer in linear_layers:
+                del linear_layer.forward
 
     def layers(self) -> list[str]:
         """The parts that an update of weights may miss, in the order of the model."""
-        return list(dict.fromkeys(_part(name) for name, _ in self._module.named_parameters()))
+        return list(dict.fromkeys(_part(parameter_name) for parameter_name, _ in self._module.named_parameters()))
 
     @contextmanager
     def with_parts_of(self, other: LocalModel, parts: Sequence[str]) -> Generator[None]:
         """Inside, these parts hold the weights of another model of the same shapes."""
-        theirs = dict(other._module.named_parameters())
-        ours = [(name, each) for name, each in self._module.named_parameters() if _part(name) in parts]
-        former = [(each, each.data) for _, each in ours]
+        other_parameters = dict(other._module.named_parameters())
+        own_parameters = [
+            (parameter_name, parameter)
+            for parameter_name, parameter in self._module.named_parameters()
+            if _part(parameter_name) in parts
+        ]
+        former_weights = [(parameter, parameter.data) for _, parameter in own_parameters]
         try:
-            for name, each in ours:
-                each.data = theirs[name].data
+            for parameter_name, parameter in own_parameters:
+                parameter.data = other_parameters[parameter_name].data
             yield
         finally:
-            for each, data in former:
-                each.data = data
+            for parameter, former_data in former_weights:
+                parameter.data = former_data
 
     def has_shapes_of(self, other: LocalModel) -> bool:
         """Whether parts of one fit into the other."""
-        shapes = [{name: each.shape for name, each in m._module.named_parameters()} for m in (self, other)]
-        return shapes[0] == shapes[1]
+        parameter_shapes = [
+            {parameter_name: parameter.shape for parameter_name, parameter in model._module.named_parameters()}
+            for model in (self, other)
+        ]
+        return parameter_shapes[0] == parameter_shapes[1]
 
 
 def text_tokens(folder: Path, text: str) -> tuple[int, ...] | None:
@@ -155,9 +164,9 @@ def text_tokens(folder: Path, text: str) -> tuple[int, ...] | None:
     try:
         with _quiet():
             return tuple(AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"])
-    except Exception as error:  # of many kinds; the user must fix each
-        reason = first_line(error)
-        raise ModelError(f"cannot load the tokenizer in {str(folder)!r}: {reason}") from error
+    except Exception as load_error:  # of many kinds; the user must fix each
+        failure_reason = first_line(load_error)
+        raise ModelError(f"cannot load the tokenizer in {str(folder)!r}: {failure_reason}") from load_error
 
 
 def _adapted(module: Any, adapter: Path) -> Any:
@@ -168,8 +177,8 @@ def _adapted(module: Any, adapter: Path) -> Any:
 
 def _part(name: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`; what belongs to no layer stands by itself."""
-    match = _LAYER.search(name)
-    return name.removesuffix(".weight") if match is None else name[: match.end() - 1]
+    layer_match = _LAYER.search(name)
+    return name.removesuffix(".weight") if layer_match is None else name[: layer_match.end() - 1]
 
 
 def _rounded_product(layer: nn.Linear, scheme: Scheme, x: Tensor) -> Tensor:
@@ -178,10 +187,10 @@ def _rounded_product(layer: nn.Linear, scheme: Scheme, x: Tensor) -> Tensor:
 
 def _rounded(weight_OI: Tensor, scheme: Scheme) -> Tensor:
     exact_OI = weight_OI.float()
-    width = _GROUP if scheme == "int4" and exact_OI.shape[1] % _GROUP == 0 else exact_OI.shape[1]
-    grouped_OGI = exact_OI.view(len(exact_OI), -1, width)
-    most = {"int8": 127.0, "float8": 448.0, "int4": 7.0}[scheme]
-    scale_OG1 = grouped_OGI.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
+    group_width = _GROUP if scheme == "int4" and exact_OI.shape[1] % _GROUP == 0 else exact_OI.shape[1]
+    grouped_OGI = exact_OI.view(len(exact_OI), -1, group_width)
+    largest_level = {"int8": 127.0, "float8": 448.0, "int4": 7.0}[scheme]
+    scale_OG1 = grouped_OGI.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest_level
     scaled_OGI = grouped_OGI / scale_OG1
     rounded_OGI = scaled_OGI.to(torch.float8_e4m3fn).float() if scheme == "float8" else scaled_OGI.round()
     return (rounded_OGI * scale_OG1).view_as(exact_OI).to(weight_OI.dtype)
@@ -190,10 +199,10 @@ def _rounded(weight_OI: Tensor, scheme: Scheme) -> Tensor:
 @contextmanager
 def _quiet() -> Generator[None]:
     """Inside, transformers shows no bars."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
-        if bars:
+        if shows_bars:
             transformers.utils.logging.enable_progress_bar()

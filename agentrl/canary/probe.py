@@ -46,74 +46,88 @@ class Vocabulary:
 
 def read_vocabulary(folder: Path) -> Vocabulary:
     """The tokens of a model folder; all of its rows are ordinary if it has no tokenizer. Raises ModelError."""
-    rows = vocabulary(folder)
-    if rows is None:
+    row_count = vocabulary(folder)
+    if row_count is None:
         raise ModelError(f"{folder / 'config.json'} does not say how many tokens the model has (vocab_size)")
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return Vocabulary(ordinary=tuple(range(rows)), special=(), texts={})
+    tokenizer_path = folder / "tokenizer.json"
+    if not tokenizer_path.is_file():
+        return Vocabulary(ordinary=tuple(range(row_count)), special=(), texts={})
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"cannot read {str(path)!r}: {error}") from error
-    added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    except Exception as read_error:  # tokenizers raises bare Exception
+        raise ModelError(f"cannot read {str(tokenizer_path)!r}: {read_error}") from read_error
+    added_texts = {
+        token_id: added_token.content for token_id, added_token in tokenizer.get_added_tokens_decoder().items()
+    }
     # A server replaces the tokens of images by what it sees in them, and refuses a prompt that has them alone.
-    media = set(_media_tokens(json.loads((folder / "config.json").read_text())))
-    media |= {id for id, text in added.items() if _MEDIA.search(text)}
-    ids = sorted(id for id in tokenizer.get_vocab(with_added_tokens=True).values() if id < rows and id not in media)
+    media_ids = set(_media_tokens(json.loads((folder / "config.json").read_text())))
+    media_ids |= {token_id for token_id, token_text in added_texts.items() if _MEDIA.search(token_text)}
+    prompt_ids = sorted(
+        token_id
+        for token_id in tokenizer.get_vocab(with_added_tokens=True).values()
+        if token_id < row_count and token_id not in media_ids
+    )
     return Vocabulary(
-        ordinary=tuple(id for id in ids if id not in added) or tuple(ids),
-        special=tuple(id for id in ids if id in added)[:_SPECIAL],
-        texts=added,
+        ordinary=tuple(token_id for token_id in prompt_ids if token_id not in added_texts) or tuple(prompt_ids),
+        special=tuple(token_id for token_id in prompt_ids if token_id in added_texts)[:_SPECIAL],
+        texts=added_texts,
     )
 
 
 def _media_tokens(config: dict[str, Any]) -> list[int]:
-    ids: list[int] = []
-    for name, value in config.items():
-        if isinstance(value, dict):
-            ids += _media_tokens(cast("dict[str, Any]", value))
-        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")) and _MEDIA.search(name):
-            ids.append(value)
-    return ids
+    media_ids: list[int] = []
+    for setting_name, setting_value in config.items():
+        if isinstance(setting_value, dict):
+            media_ids += _media_tokens(cast("dict[str, Any]", setting_value))
+        elif (
+            isinstance(setting_value, int)
+            and setting_name.endswith(("_token_id", "_token_index"))
+            and _MEDIA.search(setting_name)
+        ):
+            media_ids.append(setting_value)
+    return media_ids
 
 
 def depths(fits: int, most: int | None) -> list[int]:
     """Context lengths to look at, each twice the one before. Raises UsageError where there is no room for one."""
-    room = min(fits, most or fits) - SAMPLED
-    if room < 2 * _BLOCK:
-        raise UsageError(f"a context of {room + SAMPLED} tokens is too short: {2 * _BLOCK + SAMPLED} are needed")
+    free_tokens = min(fits, most or fits) - SAMPLED
+    if free_tokens < 2 * _BLOCK:
+        raise UsageError(f"a context of {free_tokens + SAMPLED} tokens is too short: {2 * _BLOCK + SAMPLED} are needed")
     # A context that holds `most` tokens as a power of two has no room for sampled ones behind it.
-    lengths = [SHALLOWEST << step for step in range(32) if SHALLOWEST << step <= min(fits - SAMPLED, most or fits)]
-    return lengths or [room]
+    context_lengths = [
+        SHALLOWEST << doublings
+        for doublings in range(32)
+        if SHALLOWEST << doublings <= min(fits - SAMPLED, most or fits)
+    ]
+    return context_lengths or [free_tokens]
 
 
 def draw(vocabulary: Vocabulary, length: int) -> tuple[int, ...]:
     """The probe: `length` ordinary tokens; a longer one begins with the shorter one."""
     rng = random.Random(f"agentrl canary {len(vocabulary.ordinary)}")
-    tokens: list[int] = []
-    while len(tokens) < length:
+    probe_tokens: list[int] = []
+    while len(probe_tokens) < length:
         # Random tokens use all of the embedding, but say little of far context. So every second block repeats an
         # earlier one: models copy, and a fault of positions or of the cache shows there.
-        blocks = len(tokens) // _BLOCK
-        if blocks % 2:
-            start = _BLOCK * rng.randrange(blocks)
-            tokens += tokens[start : start + _BLOCK]
+        block_count = len(probe_tokens) // _BLOCK
+        if block_count % 2:
+            block_start = _BLOCK * rng.randrange(block_count)
+            probe_tokens += probe_tokens[block_start : block_start + _BLOCK]
         else:
-            tokens += rng.choices(vocabulary.ordinary, k=_BLOCK)
-    return tuple(tokens[:length])
+            probe_tokens += rng.choices(vocabulary.ordinary, k=_BLOCK)
+    return tuple(probe_tokens[:length])
 
 
 def draw_special(vocabulary: Vocabulary, length: int) -> tuple[int, ...]:
     """Special tokens, three ordinary ones behind each; empty for a model without any."""
     rng = random.Random("agentrl canary special")
-    tokens: list[int] = []
-    for special in vocabulary.special:
-        tokens += [*rng.choices(vocabulary.ordinary, k=3), special]
-    return tuple([*tokens, *rng.choices(vocabulary.ordinary, k=3)][:length]) if tokens else ()
+    probe_tokens: list[int] = []
+    for special_token in vocabulary.special:
+        probe_tokens += [*rng.choices(vocabulary.ordinary, k=3), special_token]
+    return tuple([*probe_tokens, *rng.choices(vocabulary.ordinary, k=3)][:length]) if probe_tokens else ()
 
 
 def with_new_start(vocabulary: Vocabulary, tokens: Sequence[int]) -> tuple[int, ...]:
     """Put another first token before the others, which differs with every call: no cache holds this prefix."""
-    first = random.SystemRandom().choice([id for id in vocabulary.ordinary if id != tokens[0]])
-    return (first, *tokens[1:])
+    first_token = random.SystemRandom().choice([token_id for token_id in vocabulary.ordinary if token_id != tokens[0]])
+    return (first_token, *tokens[1:])

@@ -77,14 +77,14 @@ class Server:
         server that has none."""
         try:
             if self.way == "completions":
-                choice = await self._complete(tokens, name, {"prompt_logprobs": 0, "max_tokens": 1})
-                return prompt_logprobs(choice, tokens)
+                completion_choice = await self._complete(tokens, name, {"prompt_logprobs": 0, "max_tokens": 1})
+                return prompt_logprobs(completion_choice, tokens)
             if self.way == "echo":
-                choice = await self._complete(tokens, name, {"echo": True, "logprobs": 1, "max_tokens": 1})
-                return _echoed(choice, len(tokens))
+                completion_choice = await self._complete(tokens, name, {"echo": True, "logprobs": 1, "max_tokens": 1})
+                return _echoed(completion_choice, len(tokens))
             return await self.client.score(tokens, deadline_s=self._deadline_s, model=self._model(name))
-        except EngineError as error:
-            if refuses_nan(error):
+        except EngineError as score_error:
+            if refuses_nan(score_error):
                 return (math.nan,) * (len(tokens) - 1)
             raise
 
@@ -95,7 +95,7 @@ class Server:
         server does not say which tokens it sampled, or how probable they were."""
         prompt = tuple(prompt)
         if self.way in ("sglang", "generate"):
-            request = GenerateRequest(
+            sample_request = GenerateRequest(
                 request_id=f"canary-{uuid4().hex}",
                 session="canary",
                 token_ids=prompt,
@@ -104,35 +104,41 @@ class Server:
                 model=self._model(name),
                 ignore_eos=True,
             )
-            generation = await self.client.generate(request)
+            generation = await self.client.generate(sample_request)
             return Sample(prompt, generation.token_ids, generation.logprobs)
-        plain: dict[str, Json] = {"max_tokens": count, "temperature": temperature, "top_p": 1.0, "logprobs": 1}
-        plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        plain_options: dict[str, Json] = {"max_tokens": count, "temperature": temperature, "top_p": 1.0, "logprobs": 1}
+        plain_options |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         # Everything that a server may have a default for is named: a folder's generation settings would slip in.
-        extended = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-        extended["return_tokens_as_token_ids"] = True
+        extended_options = {
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        extended_options["return_tokens_as_token_ids"] = True
         try:
-            choice = await self._complete(prompt, name, plain | extended)
+            completion_choice = await self._complete(prompt, name, plain_options | extended_options)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:  # it knows OpenAI's names alone
-            choice = await self._complete(prompt, name, plain)
-        return _sampled(prompt, choice)
+            completion_choice = await self._complete(prompt, name, plain_options)
+        return _sampled(prompt, completion_choice)
 
     async def chat_tokens(self, messages: Sequence[Message], name: str | None) -> ServedTokens | None:
         """The prompt that the server makes of a conversation; None if it has no chats. Raises EngineError if it refuses
         the conversation."""
-        body: dict[str, Json] = {"messages": list(messages), "max_tokens": 1, **_named(name)}
+        request_body: dict[str, Json] = {"messages": list(messages), "max_tokens": 1, **_named(name)}
         try:
-            answer = await self._post("/v1/chat/completions", body | {"return_token_ids": True})
-        except EngineError as error:
-            if error.status in _NO_PATH:
+            chat_answer = await self._post("/v1/chat/completions", request_body | {"return_token_ids": True})
+        except EngineError as refusal:
+            if refusal.status in _NO_PATH:
                 return None
             raise
-        if (ids := _ids(answer.get("prompt_token_ids"))) is not None:
-            return ServedTokens(len(ids), ids)
+        if (prompt_ids := _ids(chat_answer.get("prompt_token_ids"))) is not None:
+            return ServedTokens(len(prompt_ids), prompt_ids)
         tokenized = await self._tokenize({"messages": list(messages), "add_generation_prompt": True}, name)
-        return tokenized or _counted(answer)
+        return tokenized or _counted(chat_answer)
 
     async def text_tokens(self, text: str, name: str | None) -> ServedTokens | None:
         """The tokens of a text, with those that the tokenizer puts around it; None if the server does not say."""
@@ -144,22 +150,22 @@ class Server:
 
     async def _tokenize(self, body: Mapping[str, Json], name: str | None) -> ServedTokens | None:
         try:
-            ids = _ids((await self._post("/tokenize", {**body, **_named(name)})).get("tokens"))
+            token_ids = _ids((await self._post("/tokenize", {**body, **_named(name)})).get("tokens"))
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:  # it has no such path, or another form of it
             return None
-        return None if ids is None else ServedTokens(len(ids), ids)
+        return None if token_ids is None else ServedTokens(len(token_ids), token_ids)
 
     async def _complete(self, prompt: Sequence[int], name: str | None, options: Mapping[str, Json]) -> dict[str, Json]:
         """The only choice of a completion."""
-        body: dict[str, Json] = {"prompt": list(prompt), "temperature": 1.0, **_named(name), **options}
-        answer = await self._post("/v1/completions", body)
+        request_body: dict[str, Json] = {"prompt": list(prompt), "temperature": 1.0, **_named(name), **options}
+        completion = await self._post("/v1/completions", request_body)
         try:
-            choice = answer["choices"][0]
-            return dict(choice)
-        except MALFORMED as error:
-            raise EngineBroke(f"{self.url} gave no completion: {str(answer)[:200]}", url=self.url) from error
+            first_choice = completion["choices"][0]
+            return dict(first_choice)
+        except MALFORMED as shape_error:
+            raise EngineBroke(f"{self.url} gave no completion: {str(completion)[:200]}", url=self.url) from shape_error
 
     async def _post(self, path: str, body: Mapping[str, Json]) -> dict[str, Json]:
         return parse_json(await self.client.call("POST", path, json=body, deadline_s=self._deadline_s))
@@ -171,72 +177,83 @@ async def connect(
     """Find out what a server is, by the log-probs of a short `probe`. `name` is that of the model there; None: its only
     one, with `adapted` its only adapter. Raises UsageError, in one line, for a server that has no log-probs of prompts,
     no such model, or several; EngineUnavailable or EngineTimeout if it is not there."""
-    client = EngineClient(url, api_key=key)
+    engine_client = EngineClient(url, api_key=key)
     try:
-        models = await _models(client, deadline_s)
-        names = _choose(models, name, adapted, url)
-        fits = min((int(m["max_model_len"]) for m in models if isinstance(m.get("max_model_len"), int)), default=None)
-        why = ""
-        for way in await _ways(client, deadline_s):
-            if way == "sglang":
-                await client.aclose()
-                client = EngineClient(url, api_key=key, kind="sglang")
-            server = Server(client, way, names, fits, deadline_s)
+        listed_models = await _models(engine_client, deadline_s)
+        served_names = _choose(listed_models, name, adapted, url)
+        context_limit = min(
+            (
+                int(listed_model["max_model_len"])
+                for listed_model in listed_models
+                if isinstance(listed_model.get("max_model_len"), int)
+            ),
+            default=None,
+        )
+        failure_words = ""
+        for candidate_way in await _ways(engine_client, deadline_s):
+            if candidate_way == "sglang":
+                await engine_client.aclose()
+                engine_client = EngineClient(url, api_key=key, kind="sglang")
+            server = Server(engine_client, candidate_way, served_names, context_limit, deadline_s)
             try:
                 await server.score(probe, server.name)
             except (EngineUnavailable, EngineTimeout):
                 raise
-            except EngineError as error:
-                _refuse_key(error, url)
-                why = why if error.status in _NO_PATH else f" ({error.reason[:160]})"
+            except EngineError as probe_error:
+                _refuse_key(probe_error, url)
+                failure_words = failure_words if probe_error.status in _NO_PATH else f" ({probe_error.reason[:160]})"
             else:
                 return server
-        raise UsageError(f"{url} returns no log-probs of a prompt's tokens{why}: {_SWITCH_ON}")
+        raise UsageError(f"{url} returns no log-probs of a prompt's tokens{failure_words}: {_SWITCH_ON}")
     except BaseException:
-        await client.aclose()
+        await engine_client.aclose()
         raise
 
 
 async def _models(client: EngineClient, deadline_s: float) -> list[dict[str, Any]]:
     """The models that the server lists, adapters among them; none if it has no list."""
     try:
-        listed = parse_json(await client.call("GET", "/v1/models", deadline_s=deadline_s)).get("data")
+        listed_models = parse_json(await client.call("GET", "/v1/models", deadline_s=deadline_s)).get("data")
     except (EngineUnavailable, EngineTimeout):
         raise
-    except EngineError as error:
-        _refuse_key(error, client.url)
+    except EngineError as list_error:
+        _refuse_key(list_error, client.url)
         return []
-    entries = cast("list[Any]", listed) if isinstance(listed, list) else []
-    return [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict) and "id" in entry]
+    model_entries = cast("list[Any]", listed_models) if isinstance(listed_models, list) else []
+    return [
+        cast("dict[str, Any]", model_entry)
+        for model_entry in model_entries
+        if isinstance(model_entry, dict) and "id" in model_entry
+    ]
 
 
 def _refuse_key(error: EngineError, url: str) -> None:
     if error.status in _NO_KEY:
-        hint = "export its key, and name the variable in --key-variable"
-        raise UsageError(f"{url} asks for an API key: {hint}") from error
+        suggestion = "export its key, and name the variable in --key-variable"
+        raise UsageError(f"{url} asks for an API key: {suggestion}") from error
 
 
 def _choose(models: list[dict[str, Any]], name: str | None, adapted: bool, url: str) -> ServedNames:
     """The names to compare. Raises UsageError."""
-    adapters = tuple(str(model["id"]) for model in models if model.get("parent"))
-    bases = tuple(str(model["id"]) for model in models if not model.get("parent"))
+    adapter_names = tuple(str(listed_model["id"]) for listed_model in models if listed_model.get("parent"))
+    base_names = tuple(str(listed_model["id"]) for listed_model in models if not listed_model.get("parent"))
     if name is None:
         # A server that merged the adapter, or hides it behind the model's own name, lists no adapter.
-        names = adapters if adapted and adapters else bases
-        if len(names) > 1:
-            raise UsageError(f"{url} serves {', '.join(names)}: say with --name which of them to compare")
-        name = names[0] if names else None
-    elif models and name not in adapters + bases:
-        raise UsageError(f"--name {name}: {url} serves {', '.join(bases + adapters)}")
-    below = bases[0] if adapted and bases and name != bases[0] else None
-    return ServedNames(name, below, adapters)
+        candidate_names = adapter_names if adapted and adapter_names else base_names
+        if len(candidate_names) > 1:
+            raise UsageError(f"{url} serves {', '.join(candidate_names)}: say with --name which of them to compare")
+        name = candidate_names[0] if candidate_names else None
+    elif models and name not in adapter_names + base_names:
+        raise UsageError(f"--name {name}: {url} serves {', '.join(base_names + adapter_names)}")
+    base_name = base_names[0] if adapted and base_names and name != base_names[0] else None
+    return ServedNames(name, base_name, adapter_names)
 
 
 async def _ways(client: EngineClient, deadline_s: float) -> list[Way]:
     """How log-probs may be had from this server, the likeliest way first."""
-    for path in ("/model_info", "/get_model_info"):  # SGLang's alone, the second one of older versions
+    for info_path in ("/model_info", "/get_model_info"):  # SGLang's alone, the second one of older versions
         try:
-            await client.call("GET", path, deadline_s=deadline_s)
+            await client.call("GET", info_path, deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:
@@ -251,36 +268,42 @@ def _named(name: str | None) -> dict[str, Json]:
 
 def _ids(value: object) -> tuple[int, ...] | None:
     """Token ids in an answer; None for anything else."""
-    ids = cast("list[Any]", value) if isinstance(value, list) else []
-    return tuple(ids) if ids and all(type(id) is int and id >= 0 for id in ids) else None
+    token_ids = cast("list[Any]", value) if isinstance(value, list) else []
+    return (
+        tuple(token_ids)
+        if token_ids and all(type(token_id) is int and token_id >= 0 for token_id in token_ids)
+        else None
+    )
 
 
 def _counted(answer: Mapping[str, Json]) -> ServedTokens | None:
-    usage = answer.get("usage")
-    count = cast("dict[str, Json]", usage).get("prompt_tokens") if isinstance(usage, dict) else None
-    return ServedTokens(count) if type(count) is int else None
+    token_usage = answer.get("usage")
+    prompt_length = cast("dict[str, Json]", token_usage).get("prompt_tokens") if isinstance(token_usage, dict) else None
+    return ServedTokens(prompt_length) if type(prompt_length) is int else None
 
 
 def _echoed(choice: Mapping[str, Json], length: int) -> tuple[float, ...]:
     """The log-probs of the prompt at the head of a completion's. Raises EngineError."""
     try:
-        numbers = cast("list[Any]", choice["logprobs"]["token_logprobs"])
+        echoed_logprobs = cast("list[Any]", choice["logprobs"]["token_logprobs"])
         # A server that ignores `echo` has those of the sampled token alone; the first of a prompt has none.
-        if len(numbers) < length or numbers[0] is not None:
+        if len(echoed_logprobs) < length or echoed_logprobs[0] is not None:
             raise EngineError("it does not echo the prompt's log-probs")
-        return tuple(float(number) for number in numbers[1:length])
-    except MALFORMED as error:
-        raise EngineError(f"its log-probs have an unknown shape: {error!r}") from error
+        return tuple(float(logprob) for logprob in echoed_logprobs[1:length])
+    except MALFORMED as shape_error:
+        raise EngineError(f"its log-probs have an unknown shape: {shape_error!r}") from shape_error
 
 
 def _sampled(prompt: tuple[int, ...], choice: Mapping[str, Json]) -> Sample | None:
     try:
         logprobs = choice["logprobs"]
-        numbers = tuple(float(number) for number in logprobs["token_logprobs"])
-        ids = _ids(choice.get("token_ids"))
-        if ids is None:
-            matches = [_TOKEN_ID.fullmatch(str(token)) for token in logprobs["tokens"]]
-            ids = tuple(int(match[1]) for match in matches if match is not None)
+        sampled_logprobs = tuple(float(logprob) for logprob in logprobs["token_logprobs"])
+        token_ids = _ids(choice.get("token_ids"))
+        if token_ids is None:
+            id_matches = [_TOKEN_ID.fullmatch(str(token_text)) for token_text in logprobs["tokens"]]
+            token_ids = tuple(int(id_match[1]) for id_match in id_matches if id_match is not None)
     except MALFORMED:
         return None
-    return Sample(prompt, ids, numbers) if ids and len(ids) == len(numbers) else None
+    return (
+        Sample(prompt, token_ids, sampled_logprobs) if token_ids and len(token_ids) == len(sampled_logprobs) else None
+    )

@@ -101,12 +101,12 @@ def depth_row(
     depth: int, start: int, answer: Sequence[float], exact: Sequence[float], rounding: Sequence[float], dtype: Dtype
 ) -> Depth:
     """Compare the tokens from `start` on."""
-    apart = [abs(d) for d in minus(answer[start:], exact[start:])]
+    distances = [abs(difference) for difference in minus(answer[start:], exact[start:])]
     rounding_here = rounding[start:]
     return Depth(
         depth=depth,
-        mean=math.fsum(apart) / len(apart),
-        max=max(apart),
+        mean=math.fsum(distances) / len(distances),
+        max=max(distances),
         rounding_mean=math.fsum(map(abs, rounding_here)) / len(rounding_here),
         rounding_max=max(map(abs, rounding_here)),
         limit=limit_of(dtype, rounding_here),
@@ -128,20 +128,22 @@ def closest(
     dtype: Dtype,
 ) -> Hypothesis | None:
     """The hypothesis that explains the answer, better than the folder itself does; None if there is none."""
-    gone = minus(answer, exact)
+    answer_shift = minus(answer, exact)
     # A server of a coarser dtype than expected is noisier than that dtype says.
-    distances = [rms(minus(answer, each.logprobs)) for each in hypotheses]
-    noise = max(_NOISE[dtype] * rms(rounding), min([rms(gone), *distances]))
-    fitting: list[tuple[float, Hypothesis]] = []
-    for distance, each in zip(distances, hypotheses, strict=True):
-        way = minus(each.logprobs, exact)
-        if not is_beyond_noise(way, noise) or share_of_way(way, gone) < 0.5:
+    distances = [rms(minus(answer, hypothesis.logprobs)) for hypothesis in hypotheses]
+    noise_level = max(_NOISE[dtype] * rms(rounding), min([rms(answer_shift), *distances]))
+    fitting_pairs: list[tuple[float, Hypothesis]] = []
+    for distance, hypothesis in zip(distances, hypotheses, strict=True):
+        direction = minus(hypothesis.logprobs, exact)
+        if not is_beyond_noise(direction, noise_level) or share_of_way(direction, answer_shift) < 0.5:
             continue
         # Servers quantize in many ways, each with errors of its own: nearer to the plainest one than to the exact
         # weights is enough.
-        if is_near(answer, each.logprobs, "bfloat16", rounding) or (each.fault == "quantized" and distance < rms(way)):
-            fitting.append((distance, each))
-    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+        if is_near(answer, hypothesis.logprobs, "bfloat16", rounding) or (
+            hypothesis.fault == "quantized" and distance < rms(direction)
+        ):
+            fitting_pairs.append((distance, hypothesis))
+    return min(fitting_pairs, key=lambda pair: pair[0])[1] if fitting_pairs else None
 
 
 def is_distinguishable(exact: Sequence[float], other: Sequence[float], rounding: Sequence[float], dtype: Dtype) -> bool:
@@ -157,20 +159,22 @@ def dtype_fault(
         return None
     if not is_near(answer, exact, "bfloat16", rounding):
         return None
-    share = rms(minus(answer, exact)) / rms(rounding)
-    kind = "bfloat16" if share > _BETWEEN["float16"] else "float16 or TF32"
+    noise_ratio = rms(minus(answer, exact)) / rms(rounding)
+    dtype_words = "bfloat16" if noise_ratio > _BETWEEN["float16"] else "float16 or TF32"
     return Fault(
         "dtype",
-        f"the server is {rms(minus(answer, exact)):.2g} nats (rms) from float32, {share:.2g} times what bfloat16 is"
-        f" here ({rms(rounding):.2g}): it computes in {kind}, not in {dtype}, or with slightly other weights",
+        f"the server is {rms(minus(answer, exact)):.2g} nats (rms) from float32, {noise_ratio:.2g} times what bfloat16"
+        f" is here ({rms(rounding):.2g}): it computes in {dtype_words}, not in {dtype}, or with slightly other weights",
     )
 
 
 def explained(hypothesis: Hypothesis, answer: Sequence[float], exact: Sequence[float]) -> Fault:
     """The fault that a hypothesis names."""
-    at_it, here = rms(minus(answer, hypothesis.logprobs)), rms(minus(answer, exact))
+    hypothesis_distance, folder_distance = rms(minus(answer, hypothesis.logprobs)), rms(minus(answer, exact))
     return Fault(
-        hypothesis.fault, f"it answers as {hypothesis.name}: {at_it:.2g} nats (rms) from it, {here:.2g} from the folder"
+        hypothesis.fault,
+        f"it answers as {hypothesis.name}: {hypothesis_distance:.2g} nats (rms) from it, {folder_distance:.2g} from "
+        "the folder",
     )
 
 
@@ -178,13 +182,18 @@ def special_fault(
     tokens: Sequence[int], answer: Sequence[float], exact: Sequence[float], limit: float, texts: Mapping[int, str]
 ) -> Fault:
     """Special tokens whose rows differ, although ordinary ones agree."""
-    apart = [abs(d) for d in minus(answer, exact)]
-    first = next((place for place, each in enumerate(apart) if each > limit), apart.index(max(apart)))
-    special = next((token for token in reversed(tokens[: first + 2]) if token in texts), tokens[first])
+    distances = [abs(difference) for difference in minus(answer, exact)]
+    first_position = next(
+        (position for position, distance in enumerate(distances) if distance > limit), distances.index(max(distances))
+    )
+    special_token = next(
+        (nearby_token for nearby_token in reversed(tokens[: first_position + 2]) if nearby_token in texts),
+        tokens[first_position],
+    )
     return Fault(
         "special_tokens",
-        f"ordinary tokens agree, special ones are up to {max(apart):.2g} nats off, first at"
-        f" {texts.get(special, '')!r} ({special})",
+        f"ordinary tokens agree, special ones are up to {max(distances):.2g} nats off, first at"
+        f" {texts.get(special_token, '')!r} ({special_token})",
     )
 
 
@@ -197,22 +206,36 @@ def token_fault(
     otherwise: Literal["chat_template", "tokenizer"],
 ) -> Fault | None:
     """The fault in what the server makes of conversations, or of texts, beside the folder's tokens of them."""
-    wrong = [(ours, served) for ours, served in pairs if served.ids != tuple(ours) and _differs(ours, served)]
-    if not wrong:
+    wrong_pairs = [
+        (folder_tokens, served_tokens)
+        for folder_tokens, served_tokens in pairs
+        if served_tokens.ids != tuple(folder_tokens) and _differs(folder_tokens, served_tokens)
+    ]
+    if not wrong_pairs:
         return None
-    names = {_boundary_fault(ours, served, special) for ours, served in wrong}
-    name = names.pop() if len(names) == 1 else None
-    ours, served = wrong[0]
-    if served.ids is None:
-        counts = ", ".join(f"{served.count} for {len(ours)}" for ours, served in wrong)
-        return Fault(name or otherwise, f"it counts other numbers of tokens than the folder: {counts}")
-    place = next(
-        (i for i, (a, b) in enumerate(zip(ours, served.ids, strict=False)) if a != b), min(len(ours), served.count)
+    fault_names = {
+        _boundary_fault(folder_tokens, served_tokens, special) for folder_tokens, served_tokens in wrong_pairs
+    }
+    fault_name = fault_names.pop() if len(fault_names) == 1 else None
+    folder_tokens, served_tokens = wrong_pairs[0]
+    if served_tokens.ids is None:
+        count_texts = ", ".join(
+            f"{served_tokens.count} for {len(folder_tokens)}" for folder_tokens, served_tokens in wrong_pairs
+        )
+        return Fault(fault_name or otherwise, f"it counts other numbers of tokens than the folder: {count_texts}")
+    first_position = next(
+        (
+            position
+            for position, (folder_token, served_token) in enumerate(zip(folder_tokens, served_tokens.ids, strict=False))
+            if folder_token != served_token
+        ),
+        min(len(folder_tokens), served_tokens.count),
     )
     return Fault(
-        name or otherwise,
-        f"{len(wrong)} of {len(pairs)} differ from the folder's; from token {place} the server has"
-        f" {list(served.ids[place : place + 4])}, the folder {list(ours[place : place + 4])}",
+        fault_name or otherwise,
+        f"{len(wrong_pairs)} of {len(pairs)} differ from the folder's; from token {first_position} the server has"
+        f" {list(served_tokens.ids[first_position : first_position + 4])}, the folder "
+        f"{list(folder_tokens[first_position : first_position + 4])}",
     )
 
 
@@ -222,10 +245,16 @@ def _differs(ours: Sequence[int], served: ServedTokens) -> bool:
 
 def _boundary_fault(ours: Sequence[int], served: ServedTokens, special: Sequence[int]) -> str | None:
     """Whether one special token at the start is all that is more, or less."""
-    begins = bool(ours) and ours[0] in special
+    starts_special = bool(ours) and ours[0] in special
     if served.ids is None:
-        more = served.count - len(ours)
-        return "bos_doubled" if begins and more == 1 else "bos_lost" if begins and more == -1 else None
+        surplus = served.count - len(ours)
+        return (
+            "bos_doubled"
+            if starts_special and surplus == 1
+            else "bos_lost"
+            if starts_special and surplus == -1
+            else None
+        )
     if served.ids[1:] == tuple(ours) and served.ids[0] in special:
-        return "bos_doubled" if begins else None
-    return "bos_lost" if begins and served.ids == tuple(ours[1:]) else None
+        return "bos_doubled" if starts_special else None
+    return "bos_lost" if starts_special and served.ids == tuple(ours[1:]) else None
