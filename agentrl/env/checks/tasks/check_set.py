@@ -108,8 +108,8 @@ class Share:
     def of(cls, count: int, n: int) -> Share | None:
         if not n:
             return None
-        low, high = wilson(count / n, n)
-        return cls(count=count, n=n, share=count / n, low=low, high=high)
+        lower_bound, upper_bound = wilson(count / n, n)
+        return cls(count=count, n=n, share=count / n, low=lower_bound, high=upper_bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +135,11 @@ class SetVerdict:
     @property
     def wrong(self) -> list[TaskVerdict]:
         """The tasks that were shown to be wrong. Unknown ones are none: it may have been this machine's doing."""
-        return [task for task in self.tasks if task.verdict not in ("ok", "unknown")]
+        return [task_verdict for task_verdict in self.tasks if task_verdict.verdict not in ("ok", "unknown")]
 
     @property
     def right(self) -> bool:
-        return not self.bad and not self.suspicious and all(task.verdict == "ok" for task in self.tasks)
+        return not self.bad and not self.suspicious and all(task_verdict.verdict == "ok" for task_verdict in self.tasks)
 
 
 def check_set(plan: SetPlan) -> SetVerdict:
@@ -175,30 +175,30 @@ class _SetCheck:
 
     async def run(self) -> SetVerdict:
         plan = self._plan
-        count, bad, self._texts, self._files = await _set(self._new)
-        if plan.seeds is None and not count:
+        task_count, bad_parts, self._texts, self._files = await _set(self._new)
+        if plan.seeds is None and not task_count:
             raise UsageError(f"{plan.env_id} says not how many tasks it has: give --n")
-        seeds = range(count) if plan.seeds is None else plan.seeds
+        task_seeds = range(task_count) if plan.seeds is None else plan.seeds
         self._majority, self._chance = words.most_frequent_answer(self._texts)
-        of_words = words.answer_in_prompt(self._texts)
+        word_findings = words.answer_in_prompt(self._texts)
         if plan.held_out is not None:
-            for index, findings in (await self._held_out(plan.held_out)).items():
-                of_words.setdefault(index, []).extend(findings)
-        file = plan.out / _RESULTS
-        header = self._header()
-        self._results = _kept(file, header)
-        slots = trio.CapacityLimiter(plan.jobs)
+            for task_index, findings in (await self._held_out(plan.held_out)).items():
+                word_findings.setdefault(task_index, []).extend(findings)
+        results_file = plan.out / _RESULTS
+        file_header = self._header()
+        self._results = _kept(results_file, file_header)
+        task_slots = trio.CapacityLimiter(plan.jobs)
         plan.out.mkdir(parents=True, exist_ok=True)
-        _write_lines(file, [header, *self._results.values()])
+        _write_lines(results_file, [file_header, *self._results.values()])
         async with trio.open_nursery() as nursery:
-            for seed in seeds:
-                if seed not in self._results:
-                    nursery.start_soon(self._check, seed, slots, file, nursery.cancel_scope)
+            for task_seed in task_seeds:
+                if task_seed not in self._results:
+                    nursery.start_soon(self._check, task_seed, task_slots, results_file, nursery.cancel_scope)
         if self._of_every_task is not None:
             raise self._of_every_task
-        await self._load(seeds, file)
-        verdicts = [self._verdict(seed, of_words) for seed in seeds]
-        return self._summed(verdicts, bad)
+        await self._load(task_seeds, results_file)
+        verdicts = [self._verdict(task_seed, word_findings) for task_seed in task_seeds]
+        return self._summed(verdicts, bad_parts)
 
     def _new(self, **changes: Json) -> AsyncEnv:
         return as_async(make(self._plan.env_id, **{**self._plan.kwargs, **changes}))
@@ -215,9 +215,9 @@ class _SetCheck:
     def _digest(self) -> str:
         """A digest of what the tasks are made of: files that the settings or the environment name, and their words,
         which may come from elsewhere."""
-        names = [self._plan.env_id, self._plan.kwargs, list(map(str, self._files))]
-        texts = [[text.text, text.answer] for text in self._texts]
-        return _digest_of_files(names, texts, apart=(self._plan.out, self._plan.skip))
+        settings = [self._plan.env_id, self._plan.kwargs, list(map(str, self._files))]
+        text_pairs = [[task_text.text, task_text.answer] for task_text in self._texts]
+        return _digest_of_files(settings, text_pairs, apart=(self._plan.out, self._plan.skip))
 
     async def _held_out(self, changes: Mapping[str, Json]) -> dict[int, list[Finding]]:
         _, _, held_out, _ = await _set(partial(self._new, **changes))
@@ -227,178 +227,222 @@ class _SetCheck:
 
     async def _check(self, seed: int, slots: trio.CapacityLimiter, file: Path, scope: trio.CancelScope) -> None:
         async with slots:
-            result: dict[str, Any] = {"seed": seed, "task": self._name(seed), "findings": []}
+            task_result: dict[str, Any] = {"seed": seed, "task": self._name(seed), "findings": []}
             with trio.move_on_after(self._plan.task_s) as deadline:
                 try:
-                    await self._play(seed, result)
-                except (UnknownIdError, _NothingOffered) as error:
-                    self._of_every_task = error
+                    await self._play(seed, task_result)
+                except (UnknownIdError, _NothingOffered) as refusal:
+                    self._of_every_task = refusal
                     scope.cancel()
                     return
             if deadline.cancelled_caught:
-                result["findings"] = [_plain(Finding("deadline", f"not done after {self._plan.task_s:g} s"))]
-        self._keep(seed, result, file)
+                task_result["findings"] = [_plain(Finding("deadline", f"not done after {self._plan.task_s:g} s"))]
+        self._keep(seed, task_result, file)
 
     def _keep(self, seed: int, result: dict[str, Any], file: Path) -> None:
         """Write a result down. Of several of one seed the last one counts."""
         self._results[seed] = result
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(f"{json.dumps(result)}\n")
+        with file.open("a", encoding="utf-8") as results_file:
+            results_file.write(f"{json.dumps(result)}\n")
 
     async def _play(self, seed: int, result: dict[str, Any]) -> None:
         """Play all oracles of a task, and write what came of it into `result`."""
         try:
             with boundary(EnvError, f"{self._plan.env_id}, seed {seed}: raised", place=True):
-                look = await self._look(seed)
+                task_look = await self._look(seed)
         except (UnknownIdError, _NothingOffered):
             raise
-        except Exception as error:
-            result["findings"] = [_plain(failure_of(error))]
+        except Exception as look_error:
+            result["findings"] = [_plain(failure_of(look_error))]
             return
-        result["task"] = look.task or self._name(seed)
-        plays: dict[str, list[Play]] = {}
-        free = False  # whether doing nothing wins
-        for index, oracle in enumerate(look.oracles):
-            if free and oracle.cheats:  # it would win as everything does, and show nothing
+        result["task"] = task_look.task or self._name(seed)
+        plays_by_oracle: dict[str, list[Play]] = {}
+        no_work_wins = False
+        for oracle_index, oracle in enumerate(task_look.oracles):
+            if no_work_wins and oracle.cheats:  # it would win as everything does, and show nothing
                 continue
-            plays[oracle.name] = await self._plays(seed, index, oracle, look.grader_deadline_s)
-            free = free or (oracle.name in NO_WORK and all(each.won for each in plays[oracle.name]))
+            plays_by_oracle[oracle.name] = await self._plays(seed, oracle_index, oracle, task_look.grader_deadline_s)
+            no_work_wins = no_work_wins or (
+                oracle.name in NO_WORK and all(oracle_play.won for oracle_play in plays_by_oracle[oracle.name])
+            )
             # A grader that comes to no verdict on the solution says nothing of an attack either, and takes its time.
-            if oracle.outcome >= 1.0 and all(each.failure is not None for each in plays[oracle.name]):
+            if oracle.outcome >= 1.0 and all(
+                oracle_play.failure is not None for oracle_play in plays_by_oracle[oracle.name]
+            ):
                 break
         if self._majority:
-            frequent = Oracle("the most frequent answer", 0.0, say(self._majority))
-            played = await play(self._new, seed, frequent, 0, lambda _: [frequent], None)
-            result["majority"] = played.won
-        hindered = await self._hindered(seed, look.oracles, plays)
-        task = TaskPlays(plays, look.grader_deadline_s, hindered)
-        findings = [*look.findings, *(finding for check in CHECKS for finding in check(task))]
+            frequent_oracle = Oracle("the most frequent answer", 0.0, say(self._majority))
+            majority_play = await play(self._new, seed, frequent_oracle, 0, lambda _: [frequent_oracle], None)
+            result["majority"] = majority_play.won
+        hindered = await self._hindered(seed, task_look.oracles, plays_by_oracle)
+        task_plays = TaskPlays(plays_by_oracle, task_look.grader_deadline_s, hindered)
+        findings = [*task_look.findings, *(finding for run_check in CHECKS for finding in run_check(task_plays))]
         result["findings"] = [_plain(finding) for finding in findings]
-        result["plays"] = {name: [each.won for each in of_one] for name, of_one in plays.items()}
-        result["hindered"] = {hindrance: each.won for hindrance, each in hindered.items()}
-        result["grader_s"] = round(task.grader_s, 3)
-        result["grader_deadline_s"] = look.grader_deadline_s
+        result["plays"] = {
+            oracle_name: [oracle_play.won for oracle_play in oracle_plays]
+            for oracle_name, oracle_plays in plays_by_oracle.items()
+        }
+        result["hindered"] = {hindrance: oracle_play.won for hindrance, oracle_play in hindered.items()}
+        result["grader_s"] = round(task_plays.grader_s, 3)
+        result["grader_deadline_s"] = task_look.grader_deadline_s
 
     async def _hindered(
         self, seed: int, oracles: Sequence[Oracle], plays: Mapping[str, Sequence[Play]]
     ) -> Mapping[str, Play]:
         """Play a solution that always wins with its grader hindered, as nobody can tell what becomes of others."""
-        steady = [
-            (index, plays[oracle.name][0], oracle.outcome >= 1.0)
-            for index, oracle in enumerate(oracles)
-            if oracle.name in plays and {each.won for each in plays[oracle.name]} == {oracle.outcome >= 1.0}
+        steady_plays = [
+            (oracle_index, plays[oracle.name][0], oracle.outcome >= 1.0)
+            for oracle_index, oracle in enumerate(oracles)
+            if oracle.name in plays
+            and {oracle_play.won for oracle_play in plays[oracle.name]} == {oracle.outcome >= 1.0}
         ]
-        won = next(((index, play) for index, play, wins in steady if wins), None)
-        lost = next(((index, play) for index, play, _ in steady if play.oracle.name == NO_WORK[0]), None)
-        if won is None:
+        winning_play = next(
+            ((oracle_index, first_play) for oracle_index, first_play, is_winner in steady_plays if is_winner), None
+        )
+        losing_play = next(
+            (
+                (oracle_index, first_play)
+                for oracle_index, first_play, _ in steady_plays
+                if first_play.oracle.name == NO_WORK[0]
+            ),
+            None,
+        )
+        if winning_play is None:
             return {}
-        return await in_own_loop(partial(hindered_plays, self._new, seed, won, lost, partial(self._oracles, seed)))
+        return await in_own_loop(
+            partial(hindered_plays, self._new, seed, winning_play, losing_play, partial(self._oracles, seed))
+        )
 
     async def _load(self, seeds: Sequence[int], file: Path) -> None:
         """Grade the solutions of some tasks alone and on a busy machine. Tasks whose solution does not always win
         would say nothing of the load."""
-        steady = [seed for seed in seeds if set(self._results[seed].get("plays", {}).get(GOLD, ())) == {True}]
-        count = min(self._plan.loaded, len(steady))
-        for seed in (steady[place * len(steady) // count] for place in range(count)):
-            result = self._results[seed]
-            if "loaded_s" in result:
+        steady_seeds = [
+            task_seed for task_seed in seeds if set(self._results[task_seed].get("plays", {}).get(GOLD, ())) == {True}
+        ]
+        loaded_count = min(self._plan.loaded, len(steady_seeds))
+        for task_seed in (
+            steady_seeds[sample_index * len(steady_seeds) // loaded_count] for sample_index in range(loaded_count)
+        ):
+            task_result = self._results[task_seed]
+            if "loaded_s" in task_result:
                 continue
             with trio.move_on_after(self._plan.task_s) as deadline:
-                alone = await self._gold(seed)
+                lone_play = await self._gold(task_seed)
                 with busy_processors():
-                    loaded = await self._gold(seed)
-                findings = under_load(alone, loaded, result["grader_deadline_s"])
-                result["findings"] += [_plain(finding) for finding in findings]
-                result["alone_s"], result["loaded_s"] = (round(each.grader_s, 3) for each in (alone, loaded))
+                    loaded_play = await self._gold(task_seed)
+                findings = under_load(lone_play, loaded_play, task_result["grader_deadline_s"])
+                task_result["findings"] += [_plain(finding) for finding in findings]
+                task_result["alone_s"], task_result["loaded_s"] = (
+                    round(graded_play.grader_s, 3) for graded_play in (lone_play, loaded_play)
+                )
             if deadline.cancelled_caught:
-                result["findings"].append(_plain(Finding("deadline", "not graded in time with busy processors")))
-            self._keep(seed, result, file)
+                task_result["findings"].append(_plain(Finding("deadline", "not graded in time with busy processors")))
+            self._keep(task_seed, task_result, file)
 
     async def _gold(self, seed: int) -> Play:
         def gold(env: AsyncEnv) -> list[Oracle]:
-            return [oracle for oracle in self._oracles(seed, env) if oracle.name == GOLD]
+            return [task_oracle for task_oracle in self._oracles(seed, env) if task_oracle.name == GOLD]
 
-        oracle, deadline_s = Oracle(GOLD, 1.0, say("")), self._results[seed]["grader_deadline_s"]
-        return await in_own_loop(partial(play, self._new, seed, oracle, 0, gold, deadline_s))
+        gold_oracle, deadline_s = Oracle(GOLD, 1.0, say("")), self._results[seed]["grader_deadline_s"]
+        return await in_own_loop(partial(play, self._new, seed, gold_oracle, 0, gold, deadline_s))
 
     async def _look(self, seed: int) -> _Look:
-        env = self._new()
+        task_env = self._new()
         try:
-            _, info = await env.areset(seed=seed)
-            offered = self._oracles(seed, env)
-            if not offered:
+            _, reset_info = await task_env.areset(seed=seed)
+            task_oracles = self._oracles(seed, task_env)
+            if not task_oracles:
                 raise _NothingOffered(
                     f"{self._plan.env_id} offers no oracles: write a method oracles() as "
                     "agentrl.env.checks.oracles describes it"
                 )
-            task = str(info.get("task", ""))
-            if not isinstance(env, HasFindings):
-                return _Look(task, offered, (), None)
-            return _Look(task, offered, await env.task_findings(), env.grader_deadline_s)
+            task_name = str(reset_info.get("task", ""))
+            if not isinstance(task_env, HasFindings):
+                return _Look(task_name, task_oracles, (), None)
+            return _Look(task_name, task_oracles, await task_env.task_findings(), task_env.grader_deadline_s)
         finally:
-            await close(env)
+            await close(task_env)
 
     async def _plays(self, seed: int, index: int, oracle: Oracle, deadline_s: float | None) -> list[Play]:
         """Play an oracle again and again if its outcome matters most, or is not the expected one."""
-        plays: list[Play] = []
+        oracle_plays: list[Play] = []
         must_win = oracle.outcome >= 1.0
-        while len(plays) < self._plan.repeat:
-            plays.append(await play(self._new, seed, oracle, index, partial(self._oracles, seed), deadline_s))
-            is_expected = all(each.won is must_win for each in plays)
+        while len(oracle_plays) < self._plan.repeat:
+            oracle_plays.append(await play(self._new, seed, oracle, index, partial(self._oracles, seed), deadline_s))
+            is_expected = all(oracle_play.won is must_win for oracle_play in oracle_plays)
             if is_expected and not must_win and oracle.name != NO_WORK[0]:
                 break
-        return plays
+        return oracle_plays
 
     def _oracles(self, seed: int, env: AsyncEnv) -> list[Oracle]:
         """All oracles of the task just reset: the environment's, its cheats, and those that its answer gives."""
-        offered = [*(env.oracles() if isinstance(env, HasOracles) else ())]
-        offered += env.cheats() if isinstance(env, HasCheats) else ()
-        if offered:
-            return [*offered, UNTOUCHED]
+        env_oracles = [*(env.oracles() if isinstance(env, HasOracles) else ())]
+        env_oracles += env.cheats() if isinstance(env, HasCheats) else ()
+        if env_oracles:
+            return [*env_oracles, UNTOUCHED]
         return _answers(self._texts, seed % len(self._texts)) if self._texts else []
 
     def _text(self, seed: int) -> TaskText | None:
         return self._texts[seed % len(self._texts)] if self._texts else None
 
     def _name(self, seed: int) -> str:
-        text = self._text(seed)
-        return f"seed {seed}" if text is None else text.task
+        task_text = self._text(seed)
+        return f"seed {seed}" if task_text is None else task_text.task
 
     def _verdict(self, seed: int, of_words: Mapping[int, Sequence[Finding]]) -> TaskVerdict:
-        result, text = self._results[seed], self._text(seed)
-        findings = [Finding(**each) for each in result["findings"]]
+        task_result, task_text = self._results[seed], self._text(seed)
+        findings = [Finding(**kept_finding) for kept_finding in task_result["findings"]]
         findings += of_words.get(seed % len(self._texts), ()) if self._texts else ()
-        options: Mapping[str, Json] = {} if text is None else text.options
-        kwargs = {name: value for name, value in self._plan.kwargs.items() if not options or name != "rows"}
-        task = Task(index=0, env=self._plan.env_id, seed=seed, kwargs=kwargs, options=options)
+        reset_options: Mapping[str, Json] = {} if task_text is None else task_text.options
+        env_kwargs = {
+            argument_name: argument_value
+            for argument_name, argument_value in self._plan.kwargs.items()
+            if not reset_options or argument_name != "rows"
+        }
+        checked_task = Task(index=0, env=self._plan.env_id, seed=seed, kwargs=env_kwargs, options=reset_options)
         return TaskVerdict(
             seed=seed,
-            task=result["task"],
-            id=row_id(task) if options else task_id(task),
+            task=task_result["task"],
+            id=row_id(checked_task) if reset_options else task_id(checked_task),
             verdict=verdict_of(findings),
             findings=findings,
-            plays=result.get("plays", {}),
-            grader_s=result.get("grader_s", 0.0),
-            grader_deadline_s=result.get("grader_deadline_s"),
-            hindered=result.get("hindered", {}),
-            alone_s=result.get("alone_s"),
-            loaded_s=result.get("loaded_s"),
+            plays=task_result.get("plays", {}),
+            grader_s=task_result.get("grader_s", 0.0),
+            grader_deadline_s=task_result.get("grader_deadline_s"),
+            hindered=task_result.get("hindered", {}),
+            alone_s=task_result.get("alone_s"),
+            loaded_s=task_result.get("loaded_s"),
         )
 
     def _summed(self, tasks: Sequence[TaskVerdict], bad: Sequence[TaskFault]) -> SetVerdict:
-        counted = [changed(plays) for task in tasks for plays in task.plays.values() if len(plays) > 1]
-        majority = [won for task in tasks if (won := self._results[task.seed].get("majority")) is not None]
-        reasons = Counter(finding.reason for task in tasks for finding in task.findings)
-        by_verdict = Counter(task.verdict for task in tasks)
+        play_counts = [
+            changed(oracle_plays)
+            for task_verdict in tasks
+            for oracle_plays in task_verdict.plays.values()
+            if len(oracle_plays) > 1
+        ]
+        majority = [
+            majority_won
+            for task_verdict in tasks
+            if (majority_won := self._results[task_verdict.seed].get("majority")) is not None
+        ]
+        reason_counts = Counter(finding.reason for task_verdict in tasks for finding in task_verdict.findings)
+        by_verdict = Counter(task_verdict.verdict for task_verdict in tasks)
         verdicts = SetVerdict(
             tasks=tasks,
             bad=bad,
-            flakes=Share.of(sum(odd for _, odd in counted), sum(n for n, _ in counted)),
+            flakes=Share.of(
+                sum(odd_count for _, odd_count in play_counts), sum(judged_count for judged_count, _ in play_counts)
+            ),
             majority=Share.of(sum(majority), len(majority)),
             majority_answer=self._majority,
             chance=self._chance,
             by_verdict=dict(by_verdict),
-            by_reason={reason: reasons[reason] for reason in REASONS if reason in reasons},
+            by_reason={
+                finding_reason: reason_counts[finding_reason]
+                for finding_reason in REASONS
+                if finding_reason in reason_counts
+            },
         )
         _write_skip(self._plan.skip, verdicts.wrong)
         return replace(verdicts, skip=self._plan.skip if verdicts.wrong else None)
@@ -406,52 +450,68 @@ class _SetCheck:
 
 async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault], Sequence[TaskText], Sequence[Path]]:
     """How many tasks a set has, the parts of it that make none, its words, and its files."""
-    env = new()
+    set_env = new()
     try:
-        texts = env.task_texts() if isinstance(env, HasTexts) else ()
-        files = env.task_files if isinstance(env, HasFiles) else ()
-        if not isinstance(env, HasTasks):
-            return 0, [], texts, files
-        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks], texts, files
+        task_texts = set_env.task_texts() if isinstance(set_env, HasTexts) else ()
+        task_files = set_env.task_files if isinstance(set_env, HasFiles) else ()
+        if not isinstance(set_env, HasTasks):
+            return 0, [], task_texts, task_files
+        return (
+            set_env.task_count,
+            [TaskFault(bad_task.task, bad_task.reason) for bad_task in set_env.bad_tasks],
+            task_texts,
+            task_files,
+        )
     finally:
-        await close(env)
+        await close(set_env)
 
 
 def _answers(texts: Sequence[TaskText], index: int) -> list[Oracle]:
     """Answers to a task that takes one text: the right one, and others, which must not win."""
-    answer = texts[index].answer
-    others = words.other_answers(texts, index, _OTHERS)
-    oracles = [Oracle(GOLD, 1.0, say(answer))] if answer.strip() else []
-    oracles += [Oracle(NO_WORK[2], 0.0, say("")), Oracle("nonsense", 0.0, say("zqx zqx zqx"), cheats=True)]
-    oracles += [Oracle(f"{WRONG} {number}", 0.0, say(other), cheats=True) for number, other in enumerate(others, 1)]
-    if answer.strip() and len(others) == _OTHERS:
+    right_answer = texts[index].answer
+    other_answers = words.other_answers(texts, index, _OTHERS)
+    answer_oracles = [Oracle(GOLD, 1.0, say(right_answer))] if right_answer.strip() else []
+    answer_oracles += [Oracle(NO_WORK[2], 0.0, say("")), Oracle("nonsense", 0.0, say("zqx zqx zqx"), cheats=True)]
+    answer_oracles += [
+        Oracle(f"{WRONG} {answer_number}", 0.0, say(other_answer), cheats=True)
+        for answer_number, other_answer in enumerate(other_answers, 1)
+    ]
+    if right_answer.strip() and len(other_answers) == _OTHERS:
         # Others stand at both ends, so a grader that reads the first or the last answer is not fooled.
-        several = "\n".join([others[0], answer, *others[1:]])
-        oracles.append(Oracle("several answers at once", 0.0, say(several), cheats=True))
-    return oracles
+        joined_answers = "\n".join([other_answers[0], right_answer, *other_answers[1:]])
+        answer_oracles.append(Oracle("several answers at once", 0.0, say(joined_answers), cheats=True))
+    return answer_oracles
 
 
 def _kept(file: Path, header: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The results of an earlier call, by seed, without those that are unknown. A line that was not written to its end
     is none. Raises UsageError where they are of other settings."""
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    rows: list[dict[str, Any]] = []
-    for line in lines:
+    file_lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    kept_rows: list[dict[str, Any]] = []
+    for file_line in file_lines:
         try:
-            rows.append(json.loads(line))
+            kept_rows.append(json.loads(file_line))
         except ValueError:
             continue
-    if not rows:
+    if not kept_rows:
         return {}
-    if differing := sorted(key for key in {*rows[0], *header} if rows[0].get(key) != header.get(key)):
-        former = {key: rows[0].get(key) for key in differing if key != "files"}
-        reason = f"of other settings: {json.dumps(former)}" if former else "older than the files of its tasks"
-        raise UsageError(f"--out {file.parent}: its results are {reason}; name another folder")
-    results = {row["seed"]: row for row in rows[1:]}
+    if differing := sorted(
+        header_key for header_key in {*kept_rows[0], *header} if kept_rows[0].get(header_key) != header.get(header_key)
+    ):
+        former_settings = {
+            header_key: kept_rows[0].get(header_key) for header_key in differing if header_key != "files"
+        }
+        mismatch_reason = (
+            f"of other settings: {json.dumps(former_settings)}"
+            if former_settings
+            else "older than the files of its tasks"
+        )
+        raise UsageError(f"--out {file.parent}: its results are {mismatch_reason}; name another folder")
+    rows_by_seed = {result_row["seed"]: result_row for result_row in kept_rows[1:]}
     return {
-        seed: row
-        for seed, row in results.items()
-        if verdict_of([Finding(**each) for each in row["findings"]]) != "unknown"
+        task_seed: result_row
+        for task_seed, result_row in rows_by_seed.items()
+        if verdict_of([Finding(**kept_finding) for kept_finding in result_row["findings"]]) != "unknown"
     }
 
 
@@ -459,11 +519,18 @@ def _digest_of_files(settings: object, texts: Sequence[Sequence[str]], *, apart:
     """A digest of all files that settings name (rows, folders of tasks, the files of functions), and of texts. What
     this command writes itself is `apart`."""
     # A verdict on a task that was corrected since would be wrong, and nothing in the settings shows the correction.
-    digest, outputs = hashlib.sha256(json.dumps(texts).encode()), [path.resolve() for path in apart]
-    for path in sorted({file for name in _names(settings) for file in _files_of(name)}):
-        if not any(path == each or each in path.parents for each in outputs):
-            digest.update(f"{path}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    file_digest = hashlib.sha256(json.dumps(texts).encode())
+    output_paths = [digest_path.resolve() for digest_path in apart]
+    for digest_path in sorted(
+        {named_file for setting_text in _names(settings) for named_file in _files_of(setting_text)}
+    ):
+        if not any(digest_path == output_path or output_path in digest_path.parents for output_path in output_paths):
+            file_digest.update(
+                f"{digest_path}\0{hashlib.sha256(digest_path.read_bytes()).hexdigest()}\n".encode(
+                    errors="surrogateescape"
+                )
+            )
+    return file_digest.hexdigest()
 
 
 def _names(settings: object) -> Iterator[str]:
@@ -473,32 +540,41 @@ def _names(settings: object) -> Iterator[str]:
     elif isinstance(settings, Mapping):
         yield from _names(list(cast("Mapping[str, object]", settings).values()))
     elif isinstance(settings, Sequence):
-        for each in cast("Sequence[object]", settings):
-            yield from _names(each)
+        for setting_value in cast("Sequence[object]", settings):
+            yield from _names(setting_value)
 
 
 def _files_of(name: str) -> Iterator[Path]:
     """The file that a setting names, as `rows.jsonl` or `rewards.py:correct`, or all files of a folder."""
-    for place in (name, name.rpartition(":")[0]):
+    for path_text in (name, name.rpartition(":")[0]):
         with suppress(OSError, ValueError):  # a text that is no path: too long, or with a NUL byte
-            if (path := Path(place).resolve()).is_file():
-                yield path
-            elif place and path.is_dir():
+            if (named_path := Path(path_text).resolve()).is_file():
+                yield named_path
+            elif path_text and named_path.is_dir():
                 # Caches of an import change by themselves.
-                yield from (each for each in path.rglob("*") if each.is_file() and "__pycache__" not in each.parts)
+                yield from (
+                    folder_file
+                    for folder_file in named_path.rglob("*")
+                    if folder_file.is_file() and "__pycache__" not in folder_file.parts
+                )
 
 
 def _write_skip(file: Path, wrong: Sequence[TaskVerdict]) -> None:
-    rows = [
-        {"task": task.task, "id": task.id, "reason": f"{task.verdict}: {task.findings[0].evidence}"} for task in wrong
+    skip_rows = [
+        {
+            "task": wrong_task.task,
+            "id": wrong_task.id,
+            "reason": f"{wrong_task.verdict}: {wrong_task.findings[0].evidence}",
+        }
+        for wrong_task in wrong
     ]
-    _write_lines(file, rows)
+    _write_lines(file, skip_rows)
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    draft = file.with_suffix(".tmp")
-    draft.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    draft.replace(file)
+    draft_file = file.with_suffix(".tmp")
+    draft_file.write_text("".join(f"{json.dumps(json_row)}\n" for json_row in rows), encoding="utf-8")
+    draft_file.replace(file)
 
 
 def _plain(finding: Finding) -> dict[str, str]:

@@ -60,14 +60,14 @@ class HinderedBoxes:
 
     def from_turn(self, oracle: Oracle, turns: int) -> Oracle:
         """The oracle, whose last turn of `turns` sets the hindrance on: that turn is the one that is graded."""
-        written = 0
+        written_turns = 0
 
         async def policy(messages: Messages) -> str:
-            nonlocal written
-            text = await sync_async.call(oracle.policy, messages, blocking=False)
-            written += 1
-            self.is_on = written >= turns
-            return text
+            nonlocal written_turns
+            action_text = await sync_async.call(oracle.policy, messages, blocking=False)
+            written_turns += 1
+            self.is_on = written_turns >= turns
+            return action_text
 
         return replace(oracle, policy=policy)
 
@@ -78,15 +78,15 @@ class HinderedBoxes:
             raise SandboxLost("the box was killed, as a check of the task asks")
         if self.hindrance == "starved":
             raise HostBusy("no processor for the box, as a check of the task asks")
-        late_s = timeout_s or _LATE_S
+        exceeded_s = timeout_s or _LATE_S
         return ExecResult(
             exit_code=_SIGKILL,
             stdout=b"",
             stderr=b"",
             timed_out=True,
-            duration_s=2 * late_s,
-            cpu_s=0.1 * late_s,
-            starved_s=1.9 * late_s,
+            duration_s=2 * exceeded_s,
+            cpu_s=0.1 * exceeded_s,
+            starved_s=1.9 * exceeded_s,
         )
 
 
@@ -116,10 +116,10 @@ async def in_own_loop(function: Callable[[], Awaitable[T]]) -> T:
 
     Environments remember the verdicts of equal work for as long as a loop runs, and a grader that is not called again
     can be neither hindered nor timed."""
-    left_s = trio.current_effective_deadline() - trio.current_time()
+    remaining_s = trio.current_effective_deadline() - trio.current_time()
 
     async def main() -> T:
-        with trio.fail_after(left_s):
+        with trio.fail_after(remaining_s):
             return await function()
 
     try:
@@ -143,31 +143,31 @@ async def hindered_plays(
     wins although its grader ran nothing the other one, which shows whether everything wins."""
 
     async def hindered(boxes: HinderedBoxes, index: int, earlier: Play) -> Play:
-        turns = 0 if earlier.result is None else earlier.result.turns
+        turn_count = 0 if earlier.result is None else earlier.result.turns
 
         def hinder(env: AsyncEnv) -> list[Oracle]:
-            return [boxes.from_turn(oracle, turns) for oracle in oracles_of(env)]
+            return [boxes.from_turn(task_oracle, turn_count) for task_oracle in oracles_of(env)]
 
         with boxes.hindered():
             return await play(make, seed, earlier.oracle, index, hinder, None)
 
-    plays: dict[str, Play] = {}
+    plays_by_hindrance: dict[str, Play] = {}
     for hindrance in HINDRANCES:
-        boxes = HinderedBoxes(hindrance)
-        plays[hindrance] = await hindered(boxes, *won)
-        if not boxes.touched:
+        hindered_boxes = HinderedBoxes(hindrance)
+        plays_by_hindrance[hindrance] = await hindered(hindered_boxes, *won)
+        if not hindered_boxes.touched:
             return {}
-        if plays[hindrance].wins and lost is not None:
-            plays[hindrance] = await hindered(boxes, *lost)
-    return plays
+        if plays_by_hindrance[hindrance].wins and lost is not None:
+            plays_by_hindrance[hindrance] = await hindered(hindered_boxes, *lost)
+    return plays_by_hindrance
 
 
 @contextmanager
 def busy_processors() -> Generator[None]:
     """Keep all processors that this process may use busy, with two processes for each. They end with the block, and
     with this process however it ends."""
-    with ExitStack() as stack:
+    with ExitStack() as exit_stack:
         for _ in range(2 * cores()):
-            process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-E", "-c", _SPIN, LOAD]))
-            stack.callback(process.kill)
+            busy_process = exit_stack.enter_context(subprocess.Popen([sys.executable, "-S", "-E", "-c", _SPIN, LOAD]))
+            exit_stack.callback(busy_process.kill)
         yield

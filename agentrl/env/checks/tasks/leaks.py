@@ -20,64 +20,65 @@ _TEST: Final = re.compile(r"^\+\s*(?:async )?(?:def|fn|func|function) (test\w*|T
 
 def blocks_of(diff: str, sign: str = "+") -> list[list[str]]:
     """The runs of lines that a diff adds (or, with the sign `-`, removes)."""
-    blocks: list[list[str]] = [[]]
-    other = "-" if sign == "+" else "+"
-    for line in diff.splitlines():
-        if line.startswith(sign) and not line.startswith(sign * 3):
-            blocks[-1].append(line[1:])
-        elif not line.startswith(other) and blocks[-1]:
-            blocks.append([])
-    return [lines for block in blocks if (lines := _plain(block))]
+    line_blocks: list[list[str]] = [[]]
+    other_sign = "-" if sign == "+" else "+"
+    for diff_line in diff.splitlines():
+        if diff_line.startswith(sign) and not diff_line.startswith(sign * 3):
+            line_blocks[-1].append(diff_line[1:])
+        elif not diff_line.startswith(other_sign) and line_blocks[-1]:
+            line_blocks.append([])
+    return [plain_lines for line_block in line_blocks if (plain_lines := _plain(line_block))]
 
 
 def stands_in(text: str, blocks: Sequence[Sequence[str]], *, in_prompt: bool = False) -> bool:
     """Whether all blocks of lines stand in a text, each as one run; indentation, blank lines and comments aside."""
-    characters = sum(len(line) for block in blocks for line in block)
-    lines = sum(len(block) for block in blocks)
-    if characters < (_LEAST_IN_PROMPT if in_prompt else _LEAST) or (lines < 2 and not in_prompt):
+    characters = sum(len(block_line) for line_block in blocks for block_line in line_block)
+    line_count = sum(len(line_block) for line_block in blocks)
+    if characters < (_LEAST_IN_PROMPT if in_prompt else _LEAST) or (line_count < 2 and not in_prompt):
         return False
-    where = "\n".join(["", *_plain(text.splitlines()), ""])
-    return all("\n".join(["", *block, ""]) in where for block in blocks)
+    plain_text = "\n".join(["", *_plain(text.splitlines()), ""])
+    return all("\n".join(["", *line_block, ""]) in plain_text for line_block in blocks)
 
 
 def diff_stands_in(text: str, diff: str) -> bool:
     """Whether the changes of a diff stand in a text as a diff has them, with their signs."""
-    runs: list[list[str]] = [[]]
-    for line in diff.splitlines():
-        if line[:1] in ("+", "-") and line[:3] not in ("+++", "---"):
-            runs[-1].append(line.rstrip())
-        elif runs[-1]:
-            runs.append([])
-    where = "\n".join(["", *(line.rstrip() for line in text.splitlines()), ""])
-    runs = [run for run in runs if run]
-    return sum(map(len, (line for run in runs for line in run))) >= _LEAST_IN_DIFF and all(
-        "\n".join(["", *run, ""]) in where for run in runs
+    changed_runs: list[list[str]] = [[]]
+    for text_line in diff.splitlines():
+        if text_line[:1] in ("+", "-") and text_line[:3] not in ("+++", "---"):
+            changed_runs[-1].append(text_line.rstrip())
+        elif changed_runs[-1]:
+            changed_runs.append([])
+    stripped_text = "\n".join(["", *(text_line.rstrip() for text_line in text.splitlines()), ""])
+    changed_runs = [changed_run for changed_run in changed_runs if changed_run]
+    characters = sum(len(text_line) for changed_run in changed_runs for text_line in changed_run)
+    return characters >= _LEAST_IN_DIFF and all(
+        "\n".join(["", *changed_run, ""]) in stripped_text for changed_run in changed_runs
     )
 
 
 def lines_of(text: str) -> list[list[str]]:
     """A whole file as one block."""
-    lines = _plain(text.splitlines())
-    return [lines] if lines else []
+    plain_lines = _plain(text.splitlines())
+    return [plain_lines] if plain_lines else []
 
 
 def new_tests(diff: str) -> list[str]:
     """The names of the tests that a diff adds: not of those that it takes away elsewhere, as it moves or edits them."""
-    removed = {match[1] for match in _TEST.finditer("\n".join(_swapped(diff)))}
-    return sorted({match[1] for match in _TEST.finditer(diff)} - removed)
+    removed_names = {test_match[1] for test_match in _TEST.finditer("\n".join(_swapped(diff)))}
+    return sorted({test_match[1] for test_match in _TEST.finditer(diff)} - removed_names)
 
 
 def names_stand_in(text: str, names: Sequence[str]) -> bool:
     """Whether all these names stand in a text as words; few short names may do so by chance and do not count."""
     if sum(map(len, names)) < _LEAST_NAMES:
         return False
-    return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
+    return all(re.search(rf"(?<!\w){re.escape(test_name)}(?!\w)", text) for test_name in names)
 
 
 def _swapped(diff: str) -> Iterator[str]:
-    for line in diff.splitlines():
-        yield line.replace("-", "+", 1) if line.startswith("-") and not line.startswith("---") else ""
+    for diff_line in diff.splitlines():
+        yield diff_line.replace("-", "+", 1) if diff_line.startswith("-") and not diff_line.startswith("---") else ""
 
 
 def _plain(lines: Sequence[str]) -> list[str]:
-    return [line.strip() for line in lines if line.strip() and not _COMMENT.match(line)]
+    return [text_line.strip() for text_line in lines if text_line.strip() and not _COMMENT.match(text_line)]

@@ -55,24 +55,36 @@ p.evidence {{ white-space: pre-wrap; margin: .2rem 0 .7rem }}
 
 def page_of(plan: SetPlan, checked: SetVerdict) -> str:
     """The page on a set as HTML."""
-    title = f"Checked tasks of {plan.env_id}"
-    groups: dict[Verdict, list[TaskVerdict]] = {
-        verdict: [task for task in checked.tasks if task.verdict == verdict] for verdict in ORDER
+    page_title = f"Checked tasks of {plan.env_id}"
+    tasks_by_verdict: dict[Verdict, list[TaskVerdict]] = {
+        verdict: [task_verdict for task_verdict in checked.tasks if task_verdict.verdict == verdict]
+        for verdict in ORDER
     }
-    parts = [_HEAD.format(title=_text(title)), f"<h1>{_text(title)}</h1>", _summary(checked), _verdicts(groups)]
-    parts += [f"<p>{line}</p>" for line in _of_the_set(checked)]
+    page_parts = [
+        _HEAD.format(title=_text(page_title)),
+        f"<h1>{_text(page_title)}</h1>",
+        _summary(checked),
+        _verdicts(tasks_by_verdict),
+    ]
+    page_parts += [f"<p>{set_line}</p>" for set_line in _of_the_set(checked)]
     for verdict in ("flaky", "lies", "impossible", "unknown"):
-        if groups[verdict]:
-            parts.append(f"<h2>{verdict}: {_MEANINGS[verdict]}</h2>")
-            parts += [_task(plan, task) for task in groups[verdict]]
+        if tasks_by_verdict[verdict]:
+            page_parts.append(f"<h2>{verdict}: {_MEANINGS[verdict]}</h2>")
+            page_parts += [_task(plan, task_verdict) for task_verdict in tasks_by_verdict[verdict]]
     if checked.bad:
-        parts.append("<h2>Parts that make no task</h2>")
-        parts += [f"<p class=evidence><b>{_text(part.task)}</b>: {_text(part.reason)}</p>" for part in checked.bad]
-    if remarks := [task for task in groups["ok"] if task.findings]:
-        parts.append("<h2>Remarks on tasks that are right</h2>")
-        parts += [_finding(task.task, each.evidence, each.reason) for task in remarks for each in task.findings]
-    parts += ["<h2>How it was checked</h2>", f"<p>{_METHOD}</p>", f"<pre>{_text(_command(plan, None))}</pre>"]
-    return "\n".join([*parts, "</body>", "</html>", ""])
+        page_parts.append("<h2>Parts that make no task</h2>")
+        page_parts += [
+            f"<p class=evidence><b>{_text(bad_part.task)}</b>: {_text(bad_part.reason)}</p>" for bad_part in checked.bad
+        ]
+    if remarked_tasks := [task_verdict for task_verdict in tasks_by_verdict["ok"] if task_verdict.findings]:
+        page_parts.append("<h2>Remarks on tasks that are right</h2>")
+        page_parts += [
+            _finding(task_verdict.task, remark.evidence, remark.reason)
+            for task_verdict in remarked_tasks
+            for remark in task_verdict.findings
+        ]
+    page_parts += ["<h2>How it was checked</h2>", f"<p>{_METHOD}</p>", f"<pre>{_text(_command(plan, None))}</pre>"]
+    return "\n".join([*page_parts, "</body>", "</html>", ""])
 
 
 _METHOD: Final = (
@@ -83,57 +95,80 @@ _METHOD: Final = (
 
 
 def _summary(checked: SetVerdict) -> str:
-    wrong, count = len(checked.wrong), len(checked.tasks)
-    unknown = checked.by_verdict.get("unknown", 0)
-    words = f"{wrong} of {count} tasks reward the wrong thing or cannot be won" if wrong else f"All {count} tasks held"
-    return f"<p><b>{words}</b>{f'; of {unknown} nobody can tell' if unknown else ''}.</p>"
+    wrong_count, task_count = len(checked.wrong), len(checked.tasks)
+    unknown_count = checked.by_verdict.get("unknown", 0)
+    summary_text = (
+        f"{wrong_count} of {task_count} tasks reward the wrong thing or cannot be won"
+        if wrong_count
+        else f"All {task_count} tasks held"
+    )
+    return f"<p><b>{summary_text}</b>{f'; of {unknown_count} nobody can tell' if unknown_count else ''}.</p>"
 
 
 def _verdicts(groups: Mapping[Verdict, Sequence[TaskVerdict]]) -> str:
-    rows = ["<table><tr><th>verdict</th><th>tasks</th><th>what it means</th></tr>"]
-    rows += [
-        f"<tr><td>{verdict}</td><td class=number>{len(tasks)}</td><td>{_MEANINGS[verdict]}</td></tr>"
-        for verdict, tasks in groups.items()
+    table_rows = ["<table><tr><th>verdict</th><th>tasks</th><th>what it means</th></tr>"]
+    table_rows += [
+        f"<tr><td>{verdict}</td><td class=number>{len(verdict_tasks)}</td><td>{_MEANINGS[verdict]}</td></tr>"
+        for verdict, verdict_tasks in groups.items()
     ]
-    return "\n".join([*rows, "</table>"])
+    return "\n".join([*table_rows, "</table>"])
 
 
 def _of_the_set(checked: SetVerdict) -> Iterator[str]:
     if checked.flakes is not None:
         yield f"Repeated plays with another outcome: {_share(checked.flakes)}."
     if checked.majority is not None:
-        answer, ends = _text(checked.majority_answer[:80]), ": more than chance" if checked.suspicious else ""
-        chance = f"chance wins {checked.chance:.1%}"
-        yield f"The most frequent answer <code>{answer}</code> wins {_share(checked.majority)}; {chance}{ends}."
-    if timed := [task for task in checked.tasks if task.alone_s is not None and task.loaded_s is not None]:
-        alone, loaded = (max(getattr(task, name) for task in timed) for name in ("alone_s", "loaded_s"))
-        limits = [task.grader_deadline_s for task in timed if task.grader_deadline_s is not None]
-        deadline = f"; the closest deadline is {min(limits):g} s" if limits else ""
+        answer_text = _text(checked.majority_answer[:80])
+        suspicion_text = ": more than chance" if checked.suspicious else ""
+        chance_text = f"chance wins {checked.chance:.1%}"
+        share_text = f"The most frequent answer <code>{answer_text}</code> wins {_share(checked.majority)}"
+        yield f"{share_text}; {chance_text}{suspicion_text}."
+    if timed_tasks := [
+        timed_task for timed_task in checked.tasks if timed_task.alone_s is not None and timed_task.loaded_s is not None
+    ]:
+        seconds_alone, seconds_loaded = (
+            max(getattr(timed_task, seconds_name) for timed_task in timed_tasks)
+            for seconds_name in ("alone_s", "loaded_s")
+        )
+        deadlines = [
+            timed_task.grader_deadline_s for timed_task in timed_tasks if timed_task.grader_deadline_s is not None
+        ]
+        deadline = f"; the closest deadline is {min(deadlines):g} s" if deadlines else ""
         yield (
-            f"Most seconds of the graders of {len(timed)} tasks: {alone:.1f} s alone, {loaded:.1f} s while all "
-            f"processors were busy{deadline}."
+            f"Most seconds of the graders of {len(timed_tasks)} tasks: {seconds_alone:.1f} s alone, "
+            f"{seconds_loaded:.1f} s while all processors were busy{deadline}."
         )
 
 
 def _task(plan: SetPlan, task: TaskVerdict) -> str:
-    kind = " unknown" if task.verdict == "unknown" else ""
-    lines = [f"<section class='task{kind}'>", f"<h3>{_text(task.task)} <span class=verdict>{task.verdict}</span></h3>"]
-    lines += [_finding("", finding.evidence, finding.reason) for finding in task.findings]
+    section_class = " unknown" if task.verdict == "unknown" else ""
+    section_lines = [
+        f"<section class='task{section_class}'>",
+        f"<h3>{_text(task.task)} <span class=verdict>{task.verdict}</span></h3>",
+    ]
+    section_lines += [_finding("", finding.evidence, finding.reason) for finding in task.findings]
     if task.plays:
-        lines.append("<table><tr><th>played</th><th>outcomes</th></tr>")
-        plays = [*task.plays.items(), *((f"gold, its grader {how}", [won]) for how, won in task.hindered.items())]
-        lines += [f"<tr><td>{_text(name)}</td><td>{_outcomes(won)}</td></tr>" for name, won in plays]
-        lines.append("</table>")
-    return "\n".join([*lines, f"<p>See it again:</p><pre>{_text(_command(plan, task.seed))}</pre>", "</section>"])
+        section_lines.append("<table><tr><th>played</th><th>outcomes</th></tr>")
+        named_plays = [
+            *task.plays.items(),
+            *((f"gold, its grader {hindrance}", [won]) for hindrance, won in task.hindered.items()),
+        ]
+        section_lines += [
+            f"<tr><td>{_text(play_name)}</td><td>{_outcomes(won)}</td></tr>" for play_name, won in named_plays
+        ]
+        section_lines.append("</table>")
+    return "\n".join(
+        [*section_lines, f"<p>See it again:</p><pre>{_text(_command(plan, task.seed))}</pre>", "</section>"]
+    )
 
 
 def _finding(task: str, evidence: str, reason: str) -> str:
-    head = f"<b>{_text(task)}</b>: " if task else ""
-    return f"<p class=evidence>{head}<code>{reason}</code> {REASONS[reason][1]}.\n{_text(evidence)}</p>"
+    task_heading = f"<b>{_text(task)}</b>: " if task else ""
+    return f"<p class=evidence>{task_heading}<code>{reason}</code> {REASONS[reason][1]}.\n{_text(evidence)}</p>"
 
 
 def _outcomes(won: Sequence[bool | None]) -> str:
-    return ", ".join({True: "won", False: "lost", None: "no verdict"}[each] for each in won)
+    return ", ".join({True: "won", False: "lost", None: "no verdict"}[is_won] for is_won in won)
 
 
 def _share(share: Share) -> str:
@@ -143,23 +178,27 @@ def _share(share: Share) -> str:
 
 def _command(plan: SetPlan, seed: int | None) -> str:
     """The command that checks a task of the set again, or all of it."""
-    which = ["--all"] if seed is None else ["--seed", str(seed), "--n", "1"]
-    settings = [word for setting in _settings("", plan.kwargs) for word in ("--set", setting)]
-    settings += [word for setting in _settings("", plan.held_out or {}) for word in ("--held-out", setting)]
-    words = ["agentrl", "validate", plan.env_id, *which, *settings, "--repeat", str(plan.repeat), "--out", "again"]
-    return shlex.join(words)
+    task_options = ["--all"] if seed is None else ["--seed", str(seed), "--n", "1"]
+    settings = [option_word for setting in _settings("", plan.kwargs) for option_word in ("--set", setting)]
+    settings += [
+        option_word for setting in _settings("", plan.held_out or {}) for option_word in ("--held-out", setting)
+    ]
+    command_words = ["agentrl", "validate", plan.env_id, *task_options, *settings]
+    command_words += ["--repeat", str(plan.repeat), "--out", "again"]
+    return shlex.join(command_words)
 
 
 def _settings(prefix: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
     """Write arguments as the option --set reads them."""
-    for name, value in kwargs.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from _settings(f"{key}.", cast("Mapping[str, Any]", value))
+    for argument_name, argument_value in kwargs.items():
+        setting_key = f"{prefix}{argument_name}"
+        if isinstance(argument_value, Mapping):
+            yield from _settings(f"{setting_key}.", cast("Mapping[str, Any]", argument_value))
             continue
-        plain: dict[str, Any] = {}
-        apply_override(plain, f"value={value}")
-        yield f"{key}={value if plain['value'] == value else json.dumps(value)}"
+        parsed_setting: dict[str, Any] = {}
+        apply_override(parsed_setting, f"value={argument_value}")
+        is_read_back = parsed_setting["value"] == argument_value
+        yield f"{setting_key}={argument_value if is_read_back else json.dumps(argument_value)}"
 
 
 def _text(text: str) -> str:

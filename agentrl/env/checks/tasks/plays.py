@@ -44,8 +44,8 @@ class Play:
         """Whether the environment calls it a success, or an outcome of 1 where it says nothing; None: no result."""
         if self.result is None:
             return None
-        success = self.result.info.get("success")
-        return success if isinstance(success, bool) else (self.result.got or 0.0) >= 1.0
+        is_success = self.result.info.get("success")
+        return is_success if isinstance(is_success, bool) else (self.result.got or 0.0) >= 1.0
 
     @property
     def grader_s(self) -> float:
@@ -63,24 +63,26 @@ async def play(
 ) -> Play:
     """Play an oracle in an environment of its own, whose oracles have it at `index`. Raises UnknownIdError, as every
     task would."""
-    env: AsyncEnv | None = None
+    task_env: AsyncEnv | None = None
     try:
         with boundary(EnvError, f"seed {seed}, oracle {oracle.name}: raised", place=True):
-            env = make()
-            messages, info = await env.areset(seed=seed)
+            task_env = make()
+            messages, episode_info = await task_env.areset(seed=seed)
             if oracle is UNTOUCHED:
-                info = await env.aend(StopReason.TURN_LIMIT)
-                result = OracleResult(oracle.name, 0.0, outcome_of(info), 0, info=dict(info))
+                episode_info = await task_env.aend(StopReason.TURN_LIMIT)
+                oracle_result = OracleResult(oracle.name, 0.0, outcome_of(episode_info), 0, info=dict(episode_info))
             else:
-                result = await oracles.play(env, oracles_of(env)[index], messages, str(info.get("task", "")))
+                oracle_result = await oracles.play(
+                    task_env, oracles_of(task_env)[index], messages, str(episode_info.get("task", ""))
+                )
     except UnknownIdError:
         raise
-    except Exception as error:
-        return Play(oracle, failure=failure_of(error))
+    except Exception as play_error:
+        return Play(oracle, failure=failure_of(play_error))
     finally:
-        if env is not None:
-            await close(env)
-    return Play(oracle, result, not_judged(result, deadline_s) if oracle.outcome >= 1.0 else None)
+        if task_env is not None:
+            await close(task_env)
+    return Play(oracle, oracle_result, not_judged(oracle_result, deadline_s) if oracle.outcome >= 1.0 else None)
 
 
 async def close(env: AsyncEnv) -> None:
@@ -94,24 +96,28 @@ def failure_of(error: Exception) -> Finding:
     """Name whose fault the exception of a play is: the task's own where it gives a value that cannot be, else that of
     this machine or of the environment's code."""
     if isinstance(error, ConfigError):
-        reason = "cannot-be-played"
+        failure_reason = "cannot-be-played"
     elif isinstance(error, InfrastructureError) and not isinstance(error, EnvError):
-        reason = "infrastructure"
+        failure_reason = "infrastructure"
     else:
-        reason = "raised"
-    return Finding(reason, str(error)[:EVIDENCE])
+        failure_reason = "raised"
+    return Finding(failure_reason, str(error)[:EVIDENCE])
 
 
 def not_judged(result: OracleResult, deadline_s: float | None) -> Finding | None:
     """Why the grader of an honest solution came to no verdict, None where it did. Its outcome is then a 0 that says
     nothing about the task."""
-    info = result.info
-    took = f"{result.last_step_s:.1f} s"
-    if info.get("scores_late"):
-        return Finding("grader-late", f"its reward functions had not judged after {took}")
-    if "not_graded" in info:
+    result_info = result.info
+    seconds_text = f"{result.last_step_s:.1f} s"
+    if result_info.get("scores_late"):
+        return Finding("grader-late", f"its reward functions had not judged after {seconds_text}")
+    if "not_graded" in result_info:
         is_late = deadline_s is not None and result.last_step_s >= deadline_s
-        return Finding("grader-late" if is_late else "not-graded", f"{info['not_graded']} ({took})"[:EVIDENCE])
-    if info.get("grader_exit") in _KILLS and not result.got:
-        return Finding("grader-killed", f"the grader ended with exit code {info['grader_exit']} after {took}")
+        return Finding(
+            "grader-late" if is_late else "not-graded", f"{result_info['not_graded']} ({seconds_text})"[:EVIDENCE]
+        )
+    if result_info.get("grader_exit") in _KILLS and not result.got:
+        return Finding(
+            "grader-killed", f"the grader ended with exit code {result_info['grader_exit']} after {seconds_text}"
+        )
     return None

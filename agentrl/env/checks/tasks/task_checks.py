@@ -35,84 +35,98 @@ class TaskPlays:
 
     def that_must(self, win: bool) -> Iterator[tuple[str, Sequence[Play]]]:
         """The oracles that must win, or must not, with those of their plays that have a verdict."""
-        for name, plays in self.plays.items():
-            judged = [play for play in plays if play.won is not None]
-            if judged and (judged[0].oracle.outcome >= 1.0) == win:
-                yield name, judged
+        for oracle_name, oracle_plays in self.plays.items():
+            judged_plays = [oracle_play for oracle_play in oracle_plays if oracle_play.won is not None]
+            if judged_plays and (judged_plays[0].oracle.outcome >= 1.0) == win:
+                yield oracle_name, judged_plays
 
     @property
     def grader_s(self) -> float:
         """The most seconds that a grading took."""
-        return max((play.grader_s for plays in self.plays.values() for play in plays), default=0.0)
+        return max(
+            (oracle_play.grader_s for oracle_plays in self.plays.values() for oracle_play in oracle_plays), default=0.0
+        )
 
 
 def outcome_stays(task: TaskPlays) -> Iterator[Finding]:
     """An oracle gets the same outcome each time."""
-    for win in (True, False):
-        for name, plays in task.that_must(win):
-            outcomes = [play.result.got for play in plays if play.result is not None]
+    for must_win in (True, False):
+        for oracle_name, oracle_plays in task.that_must(must_win):
+            outcomes = [oracle_play.result.got for oracle_play in oracle_plays if oracle_play.result is not None]
             if len(set(outcomes)) > 1:
-                yield Finding("outcome-changes", f"{name} got {', '.join(map(_shown, outcomes))}")
+                yield Finding("outcome-changes", f"{oracle_name} got {', '.join(map(_shown, outcomes))}")
 
 
 def machine_is_not_scored(task: TaskPlays) -> Iterator[Finding]:
     """A grader that this machine hinders fails the episode (law 3): the work gets no outcome that it did not earn."""
-    scored = [
-        f"{hindrance}: the solution got {_shown(play.result.got)}"
-        if play.oracle.outcome >= 1.0
-        else f"{hindrance}: everything got {_shown(play.result.got)}"
-        for hindrance, play in task.hindered.items()
-        if play.result is not None and play.result.got is not None
-        if bool(play.wins) is not (play.oracle.outcome >= 1.0)
+    scored_hindrances = [
+        f"{hindrance}: the solution got {_shown(hindered_play.result.got)}"
+        if hindered_play.oracle.outcome >= 1.0
+        else f"{hindrance}: everything got {_shown(hindered_play.result.got)}"
+        for hindrance, hindered_play in task.hindered.items()
+        if hindered_play.result is not None and hindered_play.result.got is not None
+        if bool(hindered_play.wins) is not (hindered_play.oracle.outcome >= 1.0)
     ]
-    if scored:
-        yield Finding("host-scored", f"with its grader {'; '.join(scored)}")
+    if scored_hindrances:
+        yield Finding("host-scored", f"with its grader {'; '.join(scored_hindrances)}")
 
 
 def gold_wins(task: TaskPlays) -> Iterator[Finding]:
     """The known solution wins."""
-    if not any(plays[0].oracle.outcome >= 1.0 for plays in task.plays.values()):
+    if not any(oracle_plays[0].oracle.outcome >= 1.0 for oracle_plays in task.plays.values()):
         yield Finding("no-gold", "the environment knows no solution of this task")
-    for name, plays in task.that_must(win=True):
-        if not any(play.won for play in plays) and (result := plays[0].result) is not None:
-            why = [f"{name} got {_shown(result.got)} in {len(plays)} of {len(plays)} plays", *reasons_of(result)]
-            yield Finding("gold-loses", "; ".join(why)[:EVIDENCE])
+    for oracle_name, oracle_plays in task.that_must(win=True):
+        if (
+            not any(oracle_play.won for oracle_play in oracle_plays)
+            and (first_result := oracle_plays[0].result) is not None
+        ):
+            loss_reasons = [
+                f"{oracle_name} got {_shown(first_result.got)} in {len(oracle_plays)} of {len(oracle_plays)} plays",
+                *reasons_of(first_result),
+            ]
+            yield Finding("gold-loses", "; ".join(loss_reasons)[:EVIDENCE])
 
 
 def tests_run(task: TaskPlays) -> Iterator[Finding]:
     """The tests that the known solution must pass run to their end: no skip, no expected failure, none left out."""
-    for _, plays in task.that_must(win=True):
-        if plays[0].result is None or plays[0].won:
+    for _, oracle_plays in task.that_must(win=True):
+        if oracle_plays[0].result is None or oracle_plays[0].won:
             continue
-        info: Mapping[str, Any] = plays[0].result.info
-        reasons = [f"{how}: {test}" for test, how in info.get("left_out_tests", {}).items()]
-        reasons += [f"not in the log: {test}" for test in info.get("absent_tests", ())]
-        if reasons:
-            yield Finding("tests-not-run", "; ".join(reasons)[:EVIDENCE])
+        result_info: Mapping[str, Any] = oracle_plays[0].result.info
+        omissions = [
+            f"{omission}: {test_name}" for test_name, omission in result_info.get("left_out_tests", {}).items()
+        ]
+        omissions += [f"not in the log: {test_name}" for test_name in result_info.get("absent_tests", ())]
+        if omissions:
+            yield Finding("tests-not-run", "; ".join(omissions)[:EVIDENCE])
 
 
 def others_lose(task: TaskPlays) -> Iterator[Finding]:
     """Nothing that is no solution wins. Of other tasks' answers one alone may be the right one in other words."""
-    winners = [name for name, plays in task.that_must(win=False) if all(play.won for play in plays)]
-    wrong = [name for name in task.plays if name.startswith(WRONG)]
-    if not set(wrong) <= set(winners):
-        winners = [name for name in winners if name not in wrong]
-    for reason, names in (
-        ("no-work-wins", [name for name in winners if name in NO_WORK]),
-        ("cheat-wins", [name for name in winners if name not in NO_WORK]),
+    winning_oracles = [
+        oracle_name
+        for oracle_name, oracle_plays in task.that_must(win=False)
+        if all(oracle_play.won for oracle_play in oracle_plays)
+    ]
+    wrong_answers = [oracle_name for oracle_name in task.plays if oracle_name.startswith(WRONG)]
+    if not set(wrong_answers) <= set(winning_oracles):
+        winning_oracles = [oracle_name for oracle_name in winning_oracles if oracle_name not in wrong_answers]
+    for win_reason, matching_names in (
+        ("no-work-wins", [oracle_name for oracle_name in winning_oracles if oracle_name in NO_WORK]),
+        ("cheat-wins", [oracle_name for oracle_name in winning_oracles if oracle_name not in NO_WORK]),
     ):
-        if names:
-            yield Finding(reason, f"wins: {', '.join(names)}")
+        if matching_names:
+            yield Finding(win_reason, f"wins: {', '.join(matching_names)}")
 
 
 def tests_need_the_change(task: TaskPlays) -> Iterator[Finding]:
     """The tests that a solution should fix fail without it."""
-    for play in task.plays.get("no-op", ()):
-        tests = play.result.info.get("mended_tests") if play.result is not None else None
-        if isinstance(tests, list) and tests:
+    for oracle_play in task.plays.get("no-op", ()):
+        vacuous_tests = oracle_play.result.info.get("mended_tests") if oracle_play.result is not None else None
+        if isinstance(vacuous_tests, list) and vacuous_tests:
             yield Finding(
                 "some-tests-vacuous",
-                f"without a change pass {', '.join(map(str, cast('list[Json]', tests)))}"[:EVIDENCE],
+                f"without a change pass {', '.join(map(str, cast('list[Json]', vacuous_tests)))}"[:EVIDENCE],
             )
             return
 
@@ -126,11 +140,11 @@ def grader_is_in_time(task: TaskPlays) -> Iterator[Finding]:
 
 def plays_end(task: TaskPlays) -> Iterator[Finding]:
     """Each play comes to a verdict; where most plays of an oracle do, a single one that did not says nothing."""
-    seen: set[str] = set()
-    for plays in task.plays.values():
-        failures = [play.failure for play in plays if play.failure is not None]
-        if 2 * len(failures) > len(plays) and failures[0].reason not in seen:
-            seen.add(failures[0].reason)
+    seen_reasons: set[str] = set()
+    for oracle_plays in task.plays.values():
+        failures = [oracle_play.failure for oracle_play in oracle_plays if oracle_play.failure is not None]
+        if 2 * len(failures) > len(oracle_plays) and failures[0].reason not in seen_reasons:
+            seen_reasons.add(failures[0].reason)
             yield failures[0]
 
 
@@ -149,17 +163,19 @@ CHECKS: Final[Sequence[Callable[[TaskPlays], Iterator[Finding]]]] = (
 def under_load(alone: Play, loaded: Play, deadline_s: float | None) -> Iterator[Finding]:
     """Yield what busy processors make of a solution that wins otherwise. Tasks are not checked so one by one: a whole
     set would keep its machine busy for hours."""
-    took = f"{alone.grader_s:.1f} s alone, {loaded.grader_s:.1f} s with all processors busy"
+    seconds_text = f"{alone.grader_s:.1f} s alone, {loaded.grader_s:.1f} s with all processors busy"
     if alone.wins and loaded.result is not None and loaded.result.got is not None and not loaded.wins:
-        yield Finding("host-scored", f"with all processors busy the solution got {_shown(loaded.result.got)} ({took})")
+        yield Finding(
+            "host-scored", f"with all processors busy the solution got {_shown(loaded.result.got)} ({seconds_text})"
+        )
     elif deadline_s is not None and loaded.grader_s > _SLOW * deadline_s:
-        yield Finding("grader-slow", f"{took}, of {deadline_s:g} s")
+        yield Finding("grader-slow", f"{seconds_text}, of {deadline_s:g} s")
 
 
 def changed(plays: Sequence[bool | None]) -> tuple[int, int]:
     """How many plays have a verdict, and how many of these have another one than most."""
-    judged = [won for won in plays if won is not None]
-    return len(judged), len(judged) - max(Counter(judged).values(), default=0)
+    judged_outcomes = [is_won for is_won in plays if is_won is not None]
+    return len(judged_outcomes), len(judged_outcomes) - max(Counter(judged_outcomes).values(), default=0)
 
 
 def _shown(outcome: float | None) -> str:

@@ -23,31 +23,39 @@ _USUAL: Final = 0.2  # of the tasks: if so many prompts hold their answer, the s
 
 def in_held_out(training: Sequence[TaskText], held_out: Sequence[TaskText]) -> dict[int, list[Finding]]:
     """The training tasks, by their index, that are held-out ones too, or nearly."""
-    ours, theirs = [_words(each.text) for each in training], [_words(each.text) for each in held_out]
-    front, back = _shared([*ours, *theirs])
-    shingles = [_shingles(words[front : len(words) - back]) for words in theirs]
-    counts = Counter(shingle for each in shingles for shingle in each)
+    training_words = [_words(task_text.text) for task_text in training]
+    held_out_words = [_words(task_text.text) for task_text in held_out]
+    shared_front, shared_back = _shared([*training_words, *held_out_words])
+    shingles = [_shingles(text_words[shared_front : len(text_words) - shared_back]) for text_words in held_out_words]
+    shingle_counts = Counter(shingle for text_shingles in shingles for shingle in text_shingles)
     held_out_index = {
-        (tuple(words), _plain(each.answer)): index
-        for index, (words, each) in enumerate(zip(theirs, held_out, strict=True))
+        (tuple(text_words), _plain(task_text.answer)): text_index
+        for text_index, (text_words, task_text) in enumerate(zip(held_out_words, held_out, strict=True))
     }
     by_shingle = defaultdict[tuple[str, ...], list[int]](list)
-    for index, each in enumerate(shingles):
-        for shingle in _rarest(each, counts):
-            by_shingle[shingle].append(index)
+    for text_index, text_shingles in enumerate(shingles):
+        for shingle in _rarest(text_shingles, shingle_counts):
+            by_shingle[shingle].append(text_index)
     findings: dict[int, list[Finding]] = {}
-    for number, (words, task) in enumerate(zip(ours, training, strict=True)):
-        if (same := held_out_index.get((tuple(words), _plain(task.answer)))) is not None:
-            findings[number] = [Finding("in-held-out", f"it is {held_out[same].task} of the held-out tasks")]
+    for training_index, (text_words, training_task) in enumerate(zip(training_words, training, strict=True)):
+        if (same_index := held_out_index.get((tuple(text_words), _plain(training_task.answer)))) is not None:
+            findings[training_index] = [
+                Finding("in-held-out", f"it is {held_out[same_index].task} of the held-out tasks")
+            ]
             continue
-        our_shingles = _shingles(words[front : len(words) - back])
-        near = {index for shingle in _rarest(our_shingles, counts) for index in by_shingle.get(shingle, ())}
-        for index in sorted(near):
-            share = len(our_shingles & shingles[index]) / len(our_shingles | shingles[index])
-            same_answer = _plain(task.answer) == _plain(held_out[index].answer)
-            if share >= _NEAR and same_answer and _numbers(words) == _numbers(theirs[index]):
-                alike = f"{share:.0%} of its words in a row are those of {held_out[index].task} of the held-out tasks"
-                findings[number] = [Finding("near-held-out", alike)]
+        our_shingles = _shingles(text_words[shared_front : len(text_words) - shared_back])
+        near_indices = {
+            text_index
+            for shingle in _rarest(our_shingles, shingle_counts)
+            for text_index in by_shingle.get(shingle, ())
+        }
+        for text_index in sorted(near_indices):
+            similarity = len(our_shingles & shingles[text_index]) / len(our_shingles | shingles[text_index])
+            same_answer = _plain(training_task.answer) == _plain(held_out[text_index].answer)
+            if similarity >= _NEAR and same_answer and _numbers(text_words) == _numbers(held_out_words[text_index]):
+                near_task = held_out[text_index].task
+                likeness = f"{similarity:.0%} of its words in a row are those of {near_task} of the held-out tasks"
+                findings[training_index] = [Finding("near-held-out", likeness)]
                 break
     return findings
 
@@ -55,32 +63,34 @@ def in_held_out(training: Sequence[TaskText], held_out: Sequence[TaskText]) -> d
 def answer_in_prompt(texts: Sequence[TaskText]) -> dict[int, list[Finding]]:
     """The tasks, by their index, whose prompt gives the answer away: it announces it, or holds a long one. What all
     prompts begin or end with, such as worked examples, gives no task away."""
-    prompts = [_words(each.text) for each in texts]
-    front, back = _shared(prompts)
-    inner = [f" {' '.join(prompt[front : len(prompt) - back])} " for prompt in prompts]
-    answers = [" ".join(_words(each.answer)) for each in texts]
-    choices = {answer for answer in answers if answer}
+    prompt_words = [_words(task_text.text) for task_text in texts]
+    shared_front, shared_back = _shared(prompt_words)
+    inner_prompts = [f" {' '.join(prompt[shared_front : len(prompt) - shared_back])} " for prompt in prompt_words]
+    answer_texts = [" ".join(_words(task_text.answer)) for task_text in texts]
+    choices = {answer_text for answer_text in answer_texts if answer_text}
     announced = {
-        index
-        for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
-        if answer and _announces(prompt, answer, choices)
+        task_index
+        for task_index, (prompt, answer_text) in enumerate(zip(inner_prompts, answer_texts, strict=True))
+        if answer_text and _announces(prompt, answer_text, choices)
     }
     containing = {
-        index
-        for index, (prompt, answer) in enumerate(zip(inner, answers, strict=True))
-        if len(answer) >= _LONG and f" {answer} " in prompt
+        task_index
+        for task_index, (prompt, answer_text) in enumerate(zip(inner_prompts, answer_texts, strict=True))
+        if len(answer_text) >= _LONG and f" {answer_text} " in prompt
     }
-    giving = announced | containing if len(containing) <= max(1.0, _USUAL * len(texts)) else announced
+    giving_indices = announced | containing if len(containing) <= max(1.0, _USUAL * len(texts)) else announced
     return {
-        index: [Finding("answer-in-prompt", f"the prompt has the answer {texts[index].answer.strip()[:80]!r}")]
-        for index in sorted(giving)
+        task_index: [
+            Finding("answer-in-prompt", f"the prompt has the answer {texts[task_index].answer.strip()[:80]!r}")
+        ]
+        for task_index in sorted(giving_indices)
     }
 
 
 def _announces(prompt: str, answer: str, choices: Collection[str]) -> bool:
     """Whether a prompt says what the answer is. One that lists what may be answered (answer yes or no) says nothing."""
-    for match in re.finditer(rf" (?:answer|solution|result) (?:is )?{re.escape(answer)} ", prompt):
-        following = prompt[match.end() :].partition(" ")[0]
+    for answer_match in re.finditer(rf" (?:answer|solution|result) (?:is )?{re.escape(answer)} ", prompt):
+        following = prompt[answer_match.end() :].partition(" ")[0]
         if following != "or" and following not in choices:
             return True
     return False
@@ -89,22 +99,23 @@ def _announces(prompt: str, answer: str, choices: Collection[str]) -> bool:
 def most_frequent_answer(texts: Sequence[TaskText]) -> tuple[str, float]:
     """The answer that most tasks have, and the share of tasks that chance wins: one in the number of different
     answers. Empty where no answers are known, or no two tasks have the same."""
-    counts = Counter(answer for each in texts if (answer := _plain(each.answer)))
-    if not counts or max(counts.values()) < 2:
+    answer_counts = Counter(known_answer for task_text in texts if (known_answer := _plain(task_text.answer)))
+    if not answer_counts or max(answer_counts.values()) < 2:
         return "", 0.0
-    plain = counts.most_common(1)[0][0]
-    return next(each.answer for each in texts if _plain(each.answer) == plain), 1 / len(counts)
+    plain_answer = answer_counts.most_common(1)[0][0]
+    written_answer = next(task_text.answer for task_text in texts if _plain(task_text.answer) == plain_answer)
+    return written_answer, 1 / len(answer_counts)
 
 
 def other_answers(texts: Sequence[TaskText], index: int, most: int) -> list[str]:
     """At most `most` different answers of other tasks, the next ones in order, none of which is that of the task."""
-    seen = {_plain(texts[index].answer)}
-    others: list[str] = []
-    for each in (*texts[index + 1 :], *texts[:index]):
-        if len(others) < most and (plain := _plain(each.answer)) and plain not in seen:
-            seen.add(plain)
-            others.append(each.answer)
-    return others
+    seen_answers = {_plain(texts[index].answer)}
+    other_texts: list[str] = []
+    for task_text in (*texts[index + 1 :], *texts[:index]):
+        if len(other_texts) < most and (plain_answer := _plain(task_text.answer)) and plain_answer not in seen_answers:
+            seen_answers.add(plain_answer)
+            other_texts.append(task_text.answer)
+    return other_texts
 
 
 def _plain(text: str) -> str:
@@ -116,32 +127,34 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(words: Sequence[str]) -> Counter[str]:
-    return Counter(word for word in words if any(map(str.isdigit, word)))
+    return Counter(text_word for text_word in words if any(map(str.isdigit, text_word)))
 
 
 def _shingles(words: Sequence[str]) -> frozenset[tuple[str, ...]]:
     if len(words) < _LEAST_WORDS:
         return frozenset()
-    return frozenset(tuple(words[start : start + _SHINGLE]) for start in range(len(words) - _SHINGLE + 1))
+    return frozenset(
+        tuple(words[start_index : start_index + _SHINGLE]) for start_index in range(len(words) - _SHINGLE + 1)
+    )
 
 
 def _rarest(shingles: frozenset[tuple[str, ...]], counts: Counter[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """So many of the rarest shingles that two texts as near as `_NEAR` share one of them (the prefix filter of Bayardo
     et al. 2007), in an order that is the same for all texts."""
-    ordered = sorted(shingles, key=lambda shingle: (counts[shingle], shingle))
-    return ordered[: len(ordered) - int(_NEAR * len(ordered) - 1e-9)]
+    ordered_shingles = sorted(shingles, key=lambda shingle: (counts[shingle], shingle))
+    return ordered_shingles[: len(ordered_shingles) - int(_NEAR * len(ordered_shingles) - 1e-9)]
 
 
 def _shared(texts: Sequence[Sequence[str]]) -> tuple[int, int]:
     """How many words at the beginning and at the end all texts share; 0 where there are no two different texts."""
-    different = {tuple(words) for words in texts}
+    different = {tuple(text_words) for text_words in texts}
     if len(different) < 2:
         return 0, 0
     shortest = min(map(len, different))
-    front = next(_unlike(different, range(shortest)), shortest)
-    back = next((~place for place in _unlike(different, range(-1, -shortest - 1, -1))), shortest)
-    return front, min(back, shortest - front)
+    shared_front = next(_unlike(different, range(shortest)), shortest)
+    shared_back = next((~position for position in _unlike(different, range(-1, -shortest - 1, -1))), shortest)
+    return shared_front, min(shared_back, shortest - shared_front)
 
 
 def _unlike(texts: set[tuple[str, ...]], places: Sequence[int]) -> Iterator[int]:
-    return (place for place in places if len({words[place] for words in texts}) > 1)
+    return (position for position in places if len({text_words[position] for text_words in texts}) > 1)

@@ -62,9 +62,9 @@ class Finding:
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
     """The verdict on a task with these findings."""
-    seen: list[Verdict] = [finding.verdict for finding in findings]
+    seen_verdicts: list[Verdict] = [finding.verdict for finding in findings]
     for verdict in ORDER:
-        if verdict in seen:
+        if verdict in seen_verdicts:
             return verdict
     return "ok"
 
