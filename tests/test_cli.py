@@ -274,7 +274,7 @@ def test_play_that_is_left_says_no_outcome() -> None:
         (["agentrl/Calculator-v0", "--set", "term=3"], "agentrl/Calculator-v0 cannot be made with {'term': 3}: "),
         (["agentrl/Calculator-v0", "--set", "limits.turn=3"], "limits = {'turn': 3}: give fields of EpisodeLimits"),
         (["agentrl/Calculator-v0", "--set", "tools=python"], "tools = 'python': give a list of tools"),
-        (["agentrl/CodeRepair-v0", "--set", "sandbox=nope"], "no sandboxes id 'nope' is registered"),
+        (["agentrl/CodeRepair-v0", "--set", "sandbox=nope"], "sandbox = 'nope': no sandboxes id 'nope' is registered"),
         (["json:loads"], "json:loads cannot be made with {}: loads() missing 1 required positional argument"),
     ],
 )
@@ -299,7 +299,7 @@ def entry_point() -> str:
 
 
 def test_ctrl_c_while_python_imports_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "gymnasium.py").write_text(SLOW_IMPORT)  # the first thing that agentrl imports
+    (tmp_path / "typer.py").write_text(SLOW_IMPORT)  # the first large package that the command imports
     module, _, function = entry_point().partition(":")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
     with subprocess.Popen(
