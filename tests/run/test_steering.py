@@ -49,7 +49,7 @@ def test_a_run_under_way_is_paused_and_goes_on(run: RunDir) -> None:
         assert typed("pause", run.path).startswith(f"{run.path} is paused: turns under way stop"), "who asked for more"
         assert paused(run) == {"since_s": since_s, "now": True}
         told = list(status.lines(status.status(run, lambda: since_s + 61)))
-        assert f"paused    for 61 s: agentrl resume {run.path} lets it go on" in told
+        assert f"paused    for 1 min 01 s: agentrl resume {run.path} lets it go on" in told
         assert told[-1] == f"next      agentrl resume {run.path}; agentrl stop {run.path}"
         assert typed("resume", run.path).startswith(f"{run.path} goes on; it was paused for ")
         assert paused(run) == {}
