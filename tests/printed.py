@@ -109,6 +109,8 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
 }
 _VARYING: Mapping[str, str] = {
     r"\b\d+ d \d\d h ago": "SOME TIME ago",
+    # Other tests of the process register environments.
+    r"(?<=known: )agentrl/.*(?=; if its package is new)": "SOME IDS",
     # How the program was started: by pytest, by one of its workers, or by this module.
     r"(?<=^! Usage: )\S.*?agentrl(?= )|(?<=^! Try ')\S.*?agentrl(?= )": "agentrl",
 }
