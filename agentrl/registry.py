@@ -90,11 +90,11 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     registered_ids = ids(kind)
     known_ids = list(dict.fromkeys([*nearest(id, registered_ids), *registered_ids]))
     # More of them hide the one that was meant, and what to do.
-    more = f", … (agentrl list {kind} has all {len(known_ids)})" if len(known_ids) > _NAMED_IDS else ""
-    known = ", ".join(known_ids[:_NAMED_IDS]) or "none"
+    more_ids = f", … (agentrl list {kind} has all {len(known_ids)})" if len(known_ids) > _NAMED_IDS else ""
+    listed_ids = ", ".join(known_ids[:_NAMED_IDS]) or "none"
     # An editable install takes changed code by itself, but not a changed pyproject.toml.
     hint = "if its package is new or has new entry points, pip install it again"
-    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {known}{more}; {hint}")
+    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {listed_ids}{more_ids}; {hint}")
 
 
 def nearest(id: str, known: list[str]) -> list[str]:

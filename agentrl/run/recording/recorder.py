@@ -73,7 +73,7 @@ class Recorded:
     endpoint: ModelEndpoint = field(default_factory=ModelEndpoint)
     env: RecordedConversation | None = None
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    left: trio.Event = field(default_factory=trio.Event)
+    has_ended: trio.Event = field(default_factory=trio.Event)
     """Set when its task has ended."""
     used_s: float = 0.0
     content_bytes: int = 0
@@ -281,7 +281,7 @@ class Recorder:
         """Have a conversation's episode played, unless it is."""
         async with self._changing:
             if recorded.scope.cancel_called:
-                await recorded.left.wait()
+                await recorded.has_ended.wait()
             if recorded.is_over or recorded.env is not None:
                 return
             claim = await self._store.reload(recorded.claim)
@@ -296,7 +296,7 @@ class Recorder:
             if reply is not None:
                 for api in endpoint.apis.values():
                     api.remember(conversation, reply)
-        recorded.scope, recorded.left = trio.CancelScope(), trio.Event()
+        recorded.scope, recorded.has_ended = trio.CancelScope(), trio.Event()
         recorded.env = environment = RecordedConversation(
             claim,
             endpoint,
@@ -349,7 +349,7 @@ class Recorder:
                 self._forget(recorded)
             recorded.endpoint.refusal = refusal
             recorded.endpoint.requests.close()
-            recorded.left.set()
+            recorded.has_ended.set()
 
     def _keep(self, recorded: Recorded) -> None:
         self._conversations[recorded.claim.episode_id] = recorded
@@ -400,7 +400,7 @@ class Recorder:
         has ended."""
         if (recorded := self._by_session.get(session)) is not None:
             await self._end(recorded, verdict)
-            await recorded.left.wait()
+            await recorded.has_ended.wait()
 
     async def _end(self, recorded: Recorded, verdict: Info) -> None:
         """End a conversation once nobody waits for an answer. One that sleeps amid a turn is abandoned: nobody would
@@ -409,7 +409,7 @@ class Recorder:
             await self._give_up(recorded.claim, "its client did not come back for the answer")
             recorded.is_over = True
             self._forget(recorded)
-            recorded.left.set()
+            recorded.has_ended.set()
             return
         await self._wake(recorded)
         if recorded.env is not None:
@@ -426,5 +426,5 @@ class Recorder:
             self._gate.break_off()
             for recorded in list(self._conversations.values()):
                 if recorded.env is not None:
-                    await recorded.left.wait()
+                    await recorded.has_ended.wait()
         await self._store.hand_back(self._name)

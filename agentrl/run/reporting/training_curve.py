@@ -28,18 +28,19 @@ class CurvePoint:
 def training_curve(steps: Sequence[tuple[int, float, int]], points: int) -> list[CurvePoint]:
     """At most `points` points of a curve, each of about as many steps; `steps` are (step, success, groups) in order. A
     step without a group says nothing and is left out."""
-    steps = [step for step in steps if step[2] > 0]
-    return [_point(part) for part in _parts(steps, points)]
+    judged_steps = [step for step in steps if step[2] > 0]
+    return [_point(part_steps) for part_steps in _parts(judged_steps, points)]
 
 
 def _parts(steps: Sequence[tuple[int, float, int]], points: int) -> Iterator[Sequence[tuple[int, float, int]]]:
-    count = min(points, len(steps))
-    for at in range(count):
-        yield steps[at * len(steps) // count : (at + 1) * len(steps) // count]
+    part_count = min(points, len(steps))
+    for part_index in range(part_count):
+        yield steps[part_index * len(steps) // part_count : (part_index + 1) * len(steps) // part_count]
 
 
 def _point(steps: Sequence[tuple[int, float, int]]) -> CurvePoint:
-    groups = sum(each[2] for each in steps)
-    success = sum(each[1] * each[2] for each in steps) / groups
-    low, high = wilson(success, groups)
-    return CurvePoint(steps[0][0], steps[-1][0], success, low, high, groups)
+    group_count = sum(step_groups for _, _, step_groups in steps)
+    # Weighted by groups: a step that lost most of its groups would else count as much as a whole one.
+    mean_success = sum(step_success * step_groups for _, step_success, step_groups in steps) / group_count
+    low, high = wilson(mean_success, group_count)
+    return CurvePoint(steps[0][0], steps[-1][0], mean_success, low, high, group_count)

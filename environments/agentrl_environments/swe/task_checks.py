@@ -59,7 +59,8 @@ _WAYS_NOT_RUN: Final = {
     "expect the tests to fail": ("__import__('pytest').xfail('later')", "[each.add_marker('xfail') for each in items]"),
     "deselect the tests": ("raise SystemExit(0)", "items.clear()"),
 }
-"""What functions of the sources do in place of their work, and what a hook of pytest does with the tests."""
+"""Attacks on the test run: the code that functions of the sources run in place of their work, and the code of a pytest
+hook that keeps the tests from counting."""
 _EXIT: Final = "import os\nos._exit(0)\n"
 _PRINTS: Final = r"""
 import os, re, sys
