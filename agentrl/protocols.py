@@ -376,6 +376,18 @@ class Chunk:
     spent_s: float = 0.0
     columns: Columns = field(default_factory=dict[str, tuple[float, ...]])
 
+    @classmethod
+    def whole(cls, generation: Generation) -> Chunk:
+        """All of a generation as the only chunk of its stream."""
+        return cls(
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
+            finish=generation.finish,
+            experts=generation.experts,
+            columns=generation.columns,
+        )
+
 
 class Engine(Protocol):
     """Tokens in, tokens out. Raises `EngineUnavailable`/`EngineTimeout`; earlier samples are in the chunks."""

@@ -105,13 +105,7 @@ class TextPolicy:
         )
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        generation = await self.generate(request)
-        yield Chunk(
-            token_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            spans=generation.spans,
-            finish=generation.finish,
-        )
+        yield Chunk.whole(await self.generate(request))
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""

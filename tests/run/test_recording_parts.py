@@ -9,7 +9,7 @@ from each_case import each_case
 
 from agentrl.env.agent_programs.model_apis import Conversation
 from agentrl.env.agent_programs.request_checks import UnservedRequest
-from agentrl.protocols import GenerateRequest
+from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Message, SamplingParams
 from agentrl.run.recording import transcripts
 from agentrl.run.recording.client_sampling import ClientSampling, check_sampling, sampling_of
@@ -110,3 +110,13 @@ async def test_a_turn_that_goes_on_has_the_rest_of_its_clients_limit(done: tuple
     assert prompts == [2]
     assert [each.sampling.max_tokens for each in engine.requests] == ([] if room is None else [room])
     assert len(generation.token_ids) == (0 if room is None else 1)
+
+
+def test_a_generation_as_one_chunk_keeps_all_that_the_engine_said_of_its_tokens() -> None:
+    generation = Generation(token_ids=(9,), logprobs=(-1.0,), spans=(), finish="stop", columns={"teacher": (-2.0,)})
+    chunk = Chunk.whole(generation)
+    assert {
+        name: getattr(chunk, name) for name in ("token_ids", "logprobs", "spans", "finish", "experts", "columns")
+    } == {
+        name: getattr(generation, name) for name in ("token_ids", "logprobs", "spans", "finish", "experts", "columns")
+    }

@@ -71,13 +71,7 @@ class ClientSampling:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The rest of the turn in one chunk; raises as the engine does."""
-        generation = await self.generate(request)
-        yield Chunk(
-            token_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            spans=generation.spans,
-            finish=generation.finish,
-        )
+        yield Chunk.whole(await self.generate(request))
 
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to whoever gave it."""

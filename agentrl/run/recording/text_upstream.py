@@ -56,8 +56,7 @@ class TextUpstream:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The answer as one chunk without tokens; raises as `generate`."""
-        generation = await self.generate(request)
-        yield Chunk(token_ids=(), logprobs=(), spans=(), finish=generation.finish)
+        yield Chunk.whole(await self.generate(request))
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""
