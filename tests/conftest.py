@@ -142,6 +142,10 @@ def _cookbook() -> str | None:
     return _programs()
 
 
+def _peers() -> str | None:
+    return _programs("peers")
+
+
 def _smollm2() -> str | None:
     from agentrl.models.smollm2 import absent
 
@@ -182,6 +186,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "programs": _programs,
     "programs_all": _programs_all,
     "cookbook": _cookbook,
+    "peers": _peers,
     "smollm2": _smollm2,
     "sglang": _sglang,
     "templates": _templates,

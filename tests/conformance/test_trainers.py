@@ -43,8 +43,8 @@ def test_verifiers_is_observed() -> None:
     assert verdict == "holds: 4 episodes, 8 turns, 376 tokens as sampled; advantages not observed"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not TRL.exists(), reason="TRL is not installed: make peers")
+@pytest.mark.long
+@pytest.mark.peers
 def test_trl_is_observed() -> None:
     (verdict,) = verdicts(conduct("trl", TOKENS, python=str(TRL))).values()
     assert verdict == "holds: 4 episodes, 8 turns, 376 tokens as sampled"
