@@ -550,12 +550,11 @@ async def test_law_4_a_supervisor_holds_no_more_after_many_steps(
 
     with (tmp_path / "lines").open("w") as lines:
         one.on_tick = live_view.LiveView(console=Console(file=lines, width=100)).tick
-        await train(25)  # imports, caches, statements
         tracemalloc.start()
         try:
-            await train(25)
-            before = await train(5)
-            after = await train(40)
+            held_bytes = [await train(30), *[await train(20) for _ in range(3)]]  # first imports, caches, statements
         finally:
             tracemalloc.stop()
-    assert (after - before) / 40 < 500
+    # The least of three windows: what a supervisor keeps of each step is in all of them. A cache that the whole process
+    # shares grows in one: rich remembers the widths of 4096 lines, in a dictionary that once takes 147 kB more.
+    assert min(after - before for before, after in itertools.pairwise(held_bytes)) / 20 < 500
