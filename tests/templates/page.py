@@ -1,4 +1,4 @@
-"""`python -m tests.templates.page` writes docs/reference/templates.md: what is rendered for each real chat template."""
+"""`python -m tests.templates.page` writes benchmarks/chat_template_matrix.md: how each real template is rendered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.models import smollm2
 from .catalogue import ROOT, Real, everything, missing, write_folder
 from .matrix import NEXTS, Cell, cells, demonstration
 
-PAGE = ROOT / "docs" / "reference" / "templates.md"
+PAGE = ROOT / "benchmarks" / "chat_template_matrix.md"
 _HEAD = """\
 # Chat templates of open models
 
@@ -45,7 +45,7 @@ template does not write the message of that index where the assistant speaks.
 - **kept**: the model ended its turn with a token with which its template does not end such a turn. That token was
   sampled and stays; what the template writes there follows.
 
-The package `renderers` was weighed on the same matrix: [figures](../../benchmarks/chat_templates.md).
+The package `renderers` was weighed on the same matrix: [figures](chat_templates.md).
 
 The dialect is the one that reads the template's own calls back. Where it is "unknown", a run with tools asks for
 `tool_format`. The tokenizers of these models are in no package: a byte-level tokenizer with the family's markers as

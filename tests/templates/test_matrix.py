@@ -185,7 +185,7 @@ RULES = (
 
 @pytest.mark.smollm2
 def test_the_page_says_what_is_so() -> None:
-    assert PAGE.read_text() == page(), "docs/reference/templates.md is old: python -m tests.templates.page"
+    assert PAGE.read_text() == page(), "benchmarks/chat_template_matrix.md is old: python -m tests.templates.page"
 
 
 @pytest.mark.smollm2
