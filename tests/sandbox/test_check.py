@@ -45,7 +45,7 @@ async def test_case_has_a_deadline() -> None:
 
 
 def test_documented_tables_name_every_case_and_all_hold() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "reference" / "sandbox-promises.md").read_text()
+    document = (Path(__file__).parents[2] / "benchmarks" / "sandbox_promises.md").read_text()
     for case in CASES:
         assert f"\n- {case.name}\n" in document, f"run the command that makes the tables: {case.name}"
 

@@ -11,7 +11,7 @@ or one test per case, under pytest with trio::
 
 The boxes need `sh`, coreutils and `python3`. For a backend without walls, leave out the cases that need them
 (`case.isolation`) and the whole red team: `check_sandbox(backend, isolation=False)`.
-`python -m agentrl.testing.sandbox bubblewrap docker` prints the tables of `docs/reference/sandbox-promises.md`.
+`python -m agentrl.testing.sandbox bubblewrap docker` prints the tables of `benchmarks/sandbox_promises.md`.
 """
 
 from __future__ import annotations

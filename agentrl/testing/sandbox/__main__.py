@@ -1,6 +1,6 @@
 """Check backends, and keep the tables of the page about them.
 
-`python -m agentrl.testing.sandbox bubblewrap docker --image IMAGE --write docs/reference/sandbox-promises.md`.
+`python -m agentrl.testing.sandbox bubblewrap docker --image IMAGE --write benchmarks/sandbox_promises.md`.
 Without `--write` the tables are printed."""
 
 from __future__ import annotations
