@@ -32,7 +32,7 @@ CREATE INDEX versions_by_step ON versions (step);  -- a rollback asks for the ve
 -- Measured values.
 CREATE TABLE metrics (
     id INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL,                  -- "train", "eval", "weights", …
+    kind TEXT NOT NULL,                  -- "step", "eval", "weights", …
     step INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     time_s REAL NOT NULL,
