@@ -16,8 +16,10 @@ _HEAD = """\
 # The command line
 
 For those who know the command and want its options. `agentrl COMMAND --help` prints the same. A failure is one line,
-and an exit code other than 0. `python -m tests.cli_page` writes this page, and a test compares it with the program.
-Arguments stand before options, in their order.
+and an exit code other than 0. Arguments stand before options, in their order.
+
+Commands that report take `--json` ([what they print then](json.md)). Commands that read your data (`train`, `eval`,
+`validate`, `sft`, `compare`) take `--strict`, which refuses unused input, as `AGENTRL_STRICT=1` does.
 """
 _KINDS = {"list[str]": "text", "list[Path]": "path", "str": "text", "int range": "integer", "int": "integer"}
 _KINDS |= {"float range": "number", "float": "number"}
@@ -28,12 +30,14 @@ def page() -> str:
     program = typer.main.get_command(app)
     made = get_docs_for_click(obj=program, ctx=typer.Context(program), name="agentrl")
     _, _, commands = html.unescape(made).partition("\n## ")
-    # Every command has this option, and the head of the page says so.
-    commands = commands.replace("\n* `--help`: Show this message and exit.", "")
+    # The head of the page explains these options once.
+    commands = re.sub(r"\n\* `--(help`: Show this message|json`: Print JSON$|strict`: ).*", "", commands, flags=re.M)
+    # A group's only command has its own part.
+    commands = re.sub(r"\*\*Commands\*\*:\n+(\* .*\n+)+", "", commands)
     commands = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*\n```\n\n", "", commands)
     commands = re.sub(r"\*\*(Arguments|Options)\*\*:\n+", "", commands).replace("\n* `", "\n- `")
     commands = re.sub(r"(?m)^(- `.*)\n\n(?=- `)", r"\1\n", commands)
-    commands = re.sub(r"Examples:\n\n((?:agentrl .*\n+)+)", _examples, commands)
+    commands = re.sub(r"Examples?:\n\n((?:agentrl .*\n+)+)", _examples, commands)
     commands = re.sub(r" / --no-(\S+)`(.*)  \[default: no-\1\]", r"`\2", commands)
     commands = re.sub(r"<([^<>|]+)>`", lambda kind: f"<{_KINDS.get(kind[1], kind[1])}>`", commands)
     return f"{_HEAD}\n## {commands.strip()}\n"

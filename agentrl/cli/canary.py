@@ -37,7 +37,7 @@ def canary(
     max_depth: Annotated[int | None, typer.Option(min=64, help="Tokens of context; default: all that fit")] = None,
     key_variable: Annotated[str | None, typer.Option(help="With the server's key; default: OPENAI_API_KEY")] = None,
     deadline_s: Annotated[float, typer.Option(min=0.1, help="Of each request")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Say whether a server computes with the weights of a folder, and what is wrong if not. Changes nothing there. Exit
     code 0: it does; 1: a fault, named; 2: it could not tell."""

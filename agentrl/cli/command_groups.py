@@ -1,4 +1,5 @@
-"""The groups and the order in which `agentrl --help` lists the commands, and two examples that end the help of each.
+"""The groups and the order in which `agentrl --help` lists the commands, and the examples that end the help of each.
+A second example shows another use; an option that the help explains needs none.
 
 The commands of a user's week come first, whatever they are about: a newcomer finds what to type without reading the
 rest. Those below them are grouped by what they are about.
@@ -11,47 +12,41 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "A week with agentrl": {
         "demo": ("demo --view", "demo --real"),
         "train": ("train examples/tiny_coder.toml --view", "train --resume runs/tiny_coder --set train.steps=200"),
         "eval": ("eval runs/mine --n 64 --show 3", "eval agentrl/smollm2-135m --env agentrl/Calculator-v0"),
         "view": ("view runs", "view --demo --open"),
-        "status": ("status", "status runs/mine --json"),
-        "health": ("health runs/mine", "health runs/mine --json"),
-        "pause": ("pause runs/mine", "pause runs/mine --now"),
-        "resume": ("resume runs/mine", "resume runs/other"),
-        "stop": ("stop runs/mine", "stop runs/mine --deadline-s 600"),
+        "status": ("status", "status runs/mine"),
+        "health": ("health runs/mine",),
+        "pause": ("pause runs/mine",),
+        "resume": ("resume runs/mine",),
+        "stop": ("stop runs/mine",),
         "show": ("show agentrl/Calculator-v0", "show calculator"),
-        "play": ("play agentrl/Calculator-v0", "play agentrl/Nim-v0 --seed 3"),
-        "validate": ("validate agentrl/CodeRepair-v0", "validate agentrl/CodeRepair-v0 --n 100 --seed 7"),
-        "new": ("new env my_env", "new env --help"),
-        "doctor": ("doctor", "doctor --json"),
-        "export": ("export runs/mine --hf out/model", "export runs/mine --hf out/model --step 40 --merge"),
+        "play": ("play agentrl/Calculator-v0",),
+        "validate": ("validate agentrl/CodeRepair-v0", "validate agentrl/Harbor-v0 --all --out checked"),
+        "new": ("new env my_env",),
+        "doctor": ("doctor",),
+        "export": ("export runs/mine --hf out/model --step 40",),
     },
     "More on training": {
-        "sft": ("sft warm_start.toml", "sft warm_start.toml --set train.lr=1e-5 --overwrite"),
-        "demos": (
-            "demos agentrl/Calculator-v0 --out demos.jsonl",
-            "demos agentrl/CodeRepair-v0 --n 200 --mistakes 0.5 --out demos.jsonl",
-        ),
-        "submit": (
-            "submit run.toml --address http://head:8265",
-            "submit run.toml --address http://head:8265 --set train.steps=200",
-        ),
+        "sft": ("sft warm_start.toml",),
+        "demos": ("demos agentrl/CodeRepair-v0 --n 200 --mistakes 0.5 --out demos.jsonl",),
+        "submit": ("submit run.toml --address http://head:8265",),
     },
     "Steer a run": {
-        "set": ("set runs/mine train.lr=1e-6", "set runs/mine buffer.max_lag=2 rollout.max_running=64"),
-        "scale": ("scale runs/mine --workers 2", "scale runs/mine --engines 3 --workers 4"),
+        "set": ("set runs/mine train.lr=1e-6 buffer.max_lag=2",),
+        "scale": ("scale runs/mine --engines 3 --workers 4",),
         "requeue": ("requeue runs/mine --failed", "requeue runs/mine --group 12 --group 31 --dry-run"),
     },
     "Read a run": {
         "logs": ("logs runs/mine learner -n 50", "logs runs/mine --follow"),
-        "tasks": ("tasks runs/mine --failed", "tasks runs/mine --json"),
+        "tasks": ("tasks runs/mine --failed",),
         "compare": ("compare runs/one runs/other", "compare --plan 500 --samples 4"),
-        "rewards": ("rewards runs/mine", "rewards runs/mine --json"),
-        "metrics": ("metrics runs", "metrics runs/mine --port 9100"),
-        "audit": ("audit runs/mine", "audit runs/mine --json"),
+        "rewards": ("rewards runs/mine",),
+        "metrics": ("metrics runs",),
+        "audit": ("audit runs/mine",),
         "trace": ("trace runs/mine", "trace runs/mine --otlp http://localhost:4318/v1/traces"),
     },
     "Work on a run's episodes": {
@@ -59,16 +54,13 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             "export-episodes runs/mine --out best.jsonl --format messages --best-of 8",
             "export-episodes runs/mine --out episodes.parquet --format parquet --min-outcome 1",
         ),
-        "fork": ("fork runs/mine 12 --turn 3", "fork runs/mine 12 --turn 3 --k 8"),
-        "rescore": ("rescore runs/mine --source judge", "rescore runs/other --source style"),
-        "retrain": (
-            "retrain runs/mine --step 12",
-            "retrain runs/mine --step 12 --set algo.clip_low=0.1 --dump runs/mine/tokens/12.jsonl",
-        ),
-        "store": ("store --help", "store copy --help"),
+        "fork": ("fork runs/mine 12 --turn 3",),
+        "rescore": ("rescore runs/mine --source judge",),
+        "retrain": ("retrain runs/mine --step 12 --dump runs/mine/tokens/12.jsonl",),
+        "store": ("store copy runs/mine --to postgresql://agentrl@db.example/agentrl",),
     },
     "Plan": {
-        "plan": ("plan run.toml --gpu h100", "plan run.toml --gpu l40s --price 1.2 --json"),
+        "plan": ("plan run.toml --gpu l40s --n 2 --price 1.2",),
         "simulate": ("simulate run.toml --gpus 8", "simulate --from runs/mine --max-lag 0,1,2,4"),
     },
     "Engines": {
@@ -85,12 +77,12 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             "conformance --trainer agentrl",
             "conformance --trainer trl --python .venv-peers/bin/python --case grader-fails --json",
         ),
-        "vllm-plugin": ("vllm-plugin", "vllm-plugin /opt/agentrl-plugin"),
+        "vllm-plugin": ("vllm-plugin",),
     },
     "This installation": {
-        "list": ("list", "list environments --json"),
+        "list": ("list environments",),
         "keys": ("keys", "keys rollout"),
-        "bench": ("bench loop", "bench engine --help"),
+        "bench": ("bench loop",),
     },
 }
 
@@ -119,4 +111,5 @@ def arrange(app: typer.Typer) -> None:
             help_text = " ".join((command.help or (command.callback and command.callback.__doc__) or "").split())
             if help_text:  # the list has room for a sentence; the command's own help shows all
                 command.short_help = help_text.split(". ")[0].removesuffix(".")
-            command.epilog = "\n\n".join(["Examples:", *(f"agentrl {example}" for example in examples)])
+            heading = "Example:" if len(examples) == 1 else "Examples:"
+            command.epilog = "\n\n".join([heading, *(f"agentrl {example}" for example in examples)])

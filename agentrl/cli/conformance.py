@@ -24,7 +24,7 @@ def conformance(
     ] = "agentrl",
     python: Annotated[Path | None, typer.Option(help="The Python that has the trainer; default: this one")] = None,
     case: Annotated[list[str] | None, typer.Option(help="One case alone; may be repeated")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Hold a trainer to what it must never train on, with a scripted engine and a tiny model, without a GPU. Exit code
     0: no case breaks; 1: one does."""

@@ -14,7 +14,7 @@ from agentrl.errors import AgentRLError, UsageError
 
 def health(
     path: Annotated[Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Say what goes wrong in a run: the cause, the figures that show it, and what to type. Changes nothing. Exit code
     0: nothing does; 1: there is advice; 2: the run cannot be read."""

@@ -166,7 +166,7 @@ def train(
     log_format: _LOG_FORMAT = "text",
     strict: Strict = False,
 ) -> None:
-    """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
+    """Train from a run file, or continue a run."""
     _log_as(log_format, "supervisor")
     from agentrl import config as configuration
     from agentrl.run.reporting import report
@@ -428,8 +428,7 @@ def list_ids(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """List everything installed that has an id: environments, tools, sandboxes, models, algorithms, trackers and so
-    on."""
+    """List everything installed that has an id: environments, tools, sandboxes, models, algorithms, trackers …"""
     from agentrl.cli.registered_ids import KINDS, entries
 
     listed_kinds = KINDS if kind is None else (kind,)
@@ -457,8 +456,7 @@ def keys(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Every key as JSON")] = False,
 ) -> None:
-    """List the keys of a run file that matter first, by the question that they answer. Their defaults and meanings are
-    those of the code."""
+    """List the keys of a run file that matter first, by the question that they answer."""
     from agentrl.config import reference as run_file
 
     if page:

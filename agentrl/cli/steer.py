@@ -53,7 +53,7 @@ def requeue(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be played again, and change nothing")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Play again what failed because of infrastructure, and what a run no longer retries: in a run under way, or in one
     that stopped when it goes on. What a step has taken stays as it is, and each thing is played again once."""

@@ -54,7 +54,7 @@ def test_an_example_is_a_line_that_the_command_takes(name: str, line: str) -> No
 def test_help_lists_every_command_in_a_group_and_ends_with_examples() -> None:
     commands = set(typer.main.get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
     grouped = {name for group in GROUPS.values() for name in group}
-    assert commands == grouped, "give each command a group and two examples in agentrl/cli/command_groups.py"
+    assert commands == grouped, "give each command a group and an example in agentrl/cli/command_groups.py"
     listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
     titles = [listed.index(f" {group} ") for group in GROUPS]
     assert titles == sorted(titles), "the commands of a user's week come first"
