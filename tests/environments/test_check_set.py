@@ -588,7 +588,7 @@ def test_the_page_has_every_reason() -> None:
 
 
 def test_each_kind_of_defect_on_the_page_is_seeded() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "check-tasks.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks" / "task_checks.md").read_text()
     kinds = re.findall(r"^\| [a-z' ,-]+ \| `([\w-]+)` \|$", page, re.MULTILINE)
     of_questions = [reason for _, reason, _ in QUESTIONS]
     seeded = {reason for _, reason in HARBOR.values()} | {reason for _, _, reason in ROWS.values()} | {*of_questions}
