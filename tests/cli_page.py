@@ -16,7 +16,8 @@ _HEAD = """\
 # The command line
 
 For those who know the command and want its options. `agentrl COMMAND --help` prints the same. A failure is one line,
-and an exit code other than 0. Arguments stand before options, in their order.
+and an exit code other than 0. Arguments stand before options, in their order. Commands on a run take its directory
+first, as their examples show.
 
 Commands that report take `--json` ([what they print then](json.md)). Commands that read your data (`train`, `eval`,
 `validate`, `sft`, `compare`) take `--strict`, which refuses unused input, as `AGENTRL_STRICT=1` does.
@@ -30,7 +31,8 @@ def page() -> str:
     program = typer.main.get_command(app)
     made = get_docs_for_click(obj=program, ctx=typer.Context(program), name="agentrl")
     _, _, commands = html.unescape(made).partition("\n## ")
-    # The head of the page explains these options once.
+    # The head of the page explains these arguments and options once.
+    commands = re.sub(r"\n\* `(RUN|path) <path>`: A run directory  \[required\]$", "", commands, flags=re.M)
     commands = re.sub(r"\n\* `--(help`: Show this message|json`: Print JSON$|strict`: ).*", "", commands, flags=re.M)
     # A group's only command has its own part.
     commands = re.sub(r"\*\*Commands\*\*:\n+(\* .*\n+)+", "", commands)
