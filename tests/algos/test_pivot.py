@@ -3,7 +3,7 @@
 An action is a turn of one token, as in `test_ppo`. A fork begins with the history h of its origin; its members are
 drawn on from there, judge each other, and h itself does not learn. It estimates the gradient of V(h), with h held
 fixed. The policy gradient of the whole problem is another sum of the same terms: how far each rule is off stands in
-docs/explanation/partial-rollouts.md.
+benchmarks/staleness.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .test_credit import HORIZON, PATHS
 from .test_oracle import multiplicity, problem
 from .test_ppo import LENGTH_P, OUTCOME_P, RETURN_P, REWARDS_PT, exact_gradient, logprobs_of, tables
 
-PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "partial-rollouts.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "staleness.md").read_text()
 SHARE = 0.25
 Rule = Callable[[tuple[int, ...]], list[int]]  # the turns at which a path is forked, each as likely
 
@@ -137,4 +137,4 @@ RULES: list[tuple[str, Rule]] = [("uniform", uniform), ("entropy", least_expecte
 @each_case(("name", "rule"), RULES)
 def test_the_page_says_how_far_off_each_rule_is(name: str, rule: Rule) -> None:
     row = f"| `{name}` | {off(rule, 1.0, 0.0):.3f} | {off(rule, SHARE, 1.0):.3f} |"
-    assert row in PAGE.splitlines(), f"docs/explanation/partial-rollouts.md lacks: {row}"
+    assert row in PAGE.splitlines(), f"benchmarks/staleness.md lacks: {row}"
