@@ -113,9 +113,9 @@ def _compiler() -> str | None:
 
 
 def _adapters() -> str | None:
-    names = ("anthropic", "datasets", "ipykernel", "minisweagent", "mlflow", "nbclient", "openai", "openenv")
-    names += ("pettingzoo", "prometheus_client", "pyarrow", "pygame", "reasoning_gym", "tensorboard", "textarena")
-    names += ("verifiers", "wandb")
+    names = ("anthropic", "bfcl_eval", "datasets", "ipykernel", "minisweagent", "mlflow", "nbclient", "openai")
+    names += ("openenv", "pettingzoo", "prometheus_client", "pyarrow", "pygame", "reasoning_gym", "tensorboard")
+    names += ("textarena", "verifiers", "wandb")
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 

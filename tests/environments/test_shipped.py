@@ -50,7 +50,7 @@ MADE: dict[str, dict[str, Any]] = {
     "TextGame": {},
 }
 """What makes each environment that needs no other package; those that do are checked beside their adapters' tests."""
-ADAPTERS = {"OpenEnv", "PettingZoo", "Program", "ReasoningGym", "TRL", "TextArena", "Verifiers"}
+ADAPTERS = {"BFCL", "OpenEnv", "PettingZoo", "Program", "ReasoningGym", "TRL", "TextArena", "Verifiers"}
 BOXED = {"CodeRepair", "Harbor", "RepoRepair", "SWE"}
 
 
