@@ -82,6 +82,9 @@ class Env(gymnasium.Env[Messages, str]):
     """Why nothing in the environment gives an episode a reward, and what to do: a run is refused with this line unless
     it has a rewarder or reward sources."""
 
+    evaluation_set: str = ""
+    """Why the tasks are for evaluation alone: a run that trains on them says so at its start."""
+
     tool_format: str | None = None
     """The dialect in which the policy is to write tool calls, see `agentrl.env.tools.parsers`; None: that of the
     model's chat template."""

@@ -176,12 +176,14 @@ async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> lis
                     await BoxTests(reward_source, _no_artifacts).check()
             except AgentRLError as error:
                 findings.append(("error", f"reward source {reward_source.source!r}: {error}"))
-    for candidate_tasks in _sources(config):
+    for is_trained, candidate_tasks in _sources(config):
         failures: list[str] = []
         for candidate_task in candidate_tasks:
             try:
                 with trio.move_on_after(task_s) as cancel_scope:
-                    await _played(config, renderer, candidate_task)
+                    evaluation_set = await _played(config, renderer, candidate_task)
+                    if is_trained and evaluation_set:
+                        findings.append(("warning", f"{candidate_task.env} is trained on: {evaluation_set}"))
             except AgentRLError as error:
                 failures.append(one_line(error) if isinstance(error, InfrastructureError) else str(error))
                 continue
@@ -202,8 +204,9 @@ async def _no_artifacts(_: str) -> None:
     return None
 
 
-def _sources(config: RunConfig) -> Iterator[list[Task]]:
-    """The first tasks of each source that the run does not skip; seeds of one environment are one source."""
+def _sources(config: RunConfig) -> Iterator[tuple[bool, list[Task]]]:
+    """The first tasks of each source that the run does not skip, and whether it trains on them; seeds of one
+    environment are one source."""
     skipped_ids = config.rollout.skip_tasks
     training_tasks = source_tasks(config, _TASKS + len(skipped_ids))
     remaining = [
@@ -212,19 +215,24 @@ def _sources(config: RunConfig) -> Iterator[list[Task]]:
     ]
     held_out = [evaluation.tasks_of(config, eval_set, min(eval_set.n, _TASKS)) for eval_set in config.eval.sets]
     seen_tasks: list[Task] = []
-    for listed_tasks in filter(None, (*remaining, *held_out)):
+    sources = [*((True, tasks) for tasks in remaining), *((False, tasks) for tasks in held_out)]
+    for is_trained, listed_tasks in sources:
+        if not listed_tasks:
+            continue
         first_task = replace(listed_tasks[0], index=0, seed=0)
         if first_task not in seen_tasks:
             seen_tasks.append(first_task)
-            yield listed_tasks
+            yield is_trained, listed_tasks
 
 
-async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
-    """Reset a task, render it; one answer is judged if the environment is of rows."""
+async def _played(config: RunConfig, renderer: Renderer, task: Task) -> str:
+    """Reset a task, render it; one answer is judged if the environment is of rows. Returns why the environment's tasks
+    are for evaluation alone, if they are."""
     env_calls = EnvCalls(task.env, _DEADLINE_S)  # the caller's deadline comes first
     environment: AsyncEnv = await env_calls("make", partial(_called, partial(_made, task)))
     try:
-        refusal = str(getattr(getattr(environment, "unwrapped", environment), "unrewarded", ""))
+        inner_env = getattr(environment, "unwrapped", environment)
+        refusal = str(getattr(inner_env, "unrewarded", ""))
         if refusal and not config.env.reward and not config.rewards:
             raise UsageError(refusal)
         prepare(environment, config.rollout)
@@ -241,6 +249,7 @@ async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
             # Any answer will do: a reward function that lacks a column, or returns a string, fails at the first one it
             # judges.
             await env_calls("step", lambda: step_results.act(environment, "42", task))
+        return str(getattr(inner_env, "evaluation_set", ""))
     finally:
         with trio.move_on_after(5, shield=True):
             await environment.aclose()

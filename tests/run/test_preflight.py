@@ -51,6 +51,10 @@ class Long(Vowels):
         return (Message(role="user", content="word " * 3000),), {}
 
 
+class Published(Vowels):
+    evaluation_set = "its answers are published"
+
+
 class Exits(Vowels):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         import os
@@ -223,6 +227,13 @@ def test_rewarders_that_cannot_be_called_with_an_episode_are_refused() -> None:
         check_limits(config(rewards=[source]))
     for name in ("of_episode", "judging"):
         check_limits(config(env={"id": f"{HERE}:Vowels", "reward": f"{HERE}:{name}"}))
+
+
+def test_an_evaluation_set_is_named_where_a_run_trains_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    check_tasks(config(eval={"sets": [{"name": "e", "id": f"{HERE}:Published"}]}))
+    assert capsys.readouterr().err == ""
+    check_tasks(config(env=f"{HERE}:Published"))
+    assert capsys.readouterr().err == (f"agentrl: warning: {HERE}:Published is trained on: its answers are published\n")
 
 
 def test_a_reset_that_never_ends_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
