@@ -1,7 +1,7 @@
 """Child processes that answer requests: a line of JSON asks, a line answers. A pool of them serves many threads.
 
 Code that may hang, or that needs a main thread of its own, runs in such a child: it can be ended there, and costs its
-process alone. A child ends with its standard input, also while it works. Knows nothing of what is asked.
+process alone. A child ends with its standard input, also while it works. Never knows what the requests mean.
 """
 
 from __future__ import annotations

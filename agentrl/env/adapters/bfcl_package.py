@@ -1,8 +1,8 @@
-"""The package `bfcl-eval` in a child process: its tasks, its simulated APIs and its checkers, asked by lines of JSON.
+"""The package `bfcl-eval` in a child process: its tasks, its simulated APIs and its checkers.
 
 Nothing of the package runs anywhere else. Its multi-turn executor evaluates calls as Python: here it gets a reader in
-the place of `eval` that knows method calls with literals alone. Each request stands for itself: an episode's calls come
-with it and are run again, so that no request sees what another has left behind.
+the place of `eval` that knows method calls with literals alone. Each request, a line of JSON, stands for itself: an
+episode's calls come with it and are run again, so that no request sees what another has left behind.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agentrl.env.optional_imports import require
 MODEL: Final = "agentrl"
 """The name of the policy in the package's table of models."""
 _MEMORY_BYTES: Final = 2 << 30  # beyond what the imports take
+_RESULT_CHARACTERS: Final = 1 << 20  # a root of ten million digits is a result, too
 _NOT_PLAYED: Final = {
     "memory": "it needs sentence-transformers, faiss and files that one task leaves for the next",
     "web_search": "it searches the web, whose answers change",
@@ -75,7 +76,7 @@ class Package:
 
     @functools.cache  # noqa: B019
     def right_answers(self, category: str) -> list[Any]:
-        """What the package holds for right, task by task."""
+        """The right answers to the tasks of a category, in the order of the tasks."""
         return [entry["ground_truth"] for entry in self.data.load_ground_truth_entry(category)]
 
     # --- requests
@@ -88,11 +89,23 @@ class Package:
             if reason := next((reason for word, reason in _NOT_PLAYED.items() if word in str(category)), ""):
                 return {"error": f"categories: {category!r} is not played here: {reason}", "usage": True}
             if category not in groups["single_turn"] + groups["multi_turn"]:
-                known = ", ".join([*groups["single_turn"], *groups["multi_turn"], "single_turn", "multi_turn", "live"])
-                return {"error": f"categories: {category!r} is none of bfcl-eval's: give {known}", "usage": True}
+                category_names = ", ".join([*groups["single_turn"], *groups["multi_turn"]])
+                return {
+                    "error": f"categories: {category!r} is none of bfcl-eval's: give {category_names}",
+                    "usage": True,
+                }
         if not categories:
             return {"error": "categories is empty: name a category, as simple_python", "usage": True}
         return {"counts": {category: self._count(category) for category in categories}}
+
+    def load(self, category: str) -> dict[str, Any]:
+        """Read a category, so that the requests for its tasks are quick."""
+        self.shown_entries(category)
+        if "relevance" not in category:
+            self.right_answers(category)
+            if not category.startswith("multi_turn"):
+                self.entries(category)
+        return {}
 
     def task(self, category: str, index: int) -> dict[str, Any]:
         """One task: its id, the messages of each of its turns, its tools in OpenAI's schema, and the tools that are
@@ -128,8 +141,8 @@ class Package:
         )
 
     def execute(self, category: str, index: int, steps: list[Any]) -> dict[str, Any]:
-        """The results of the last of the steps, once those before it were run. None for calls that cannot be read."""
-        entry, results = self.shown_entries(category)[index], None
+        """The results of the last of the steps, once those before it were run."""
+        entry, results = self.shown_entries(category)[index], list[str]()
         for step in self._calls(steps):
             results, _ = self.executor.execute_multi_turn_func_call(
                 step,
@@ -139,7 +152,7 @@ class Package:
                 entry["id"],
                 long_context="long_context" in category,
             )
-        return {"results": results}
+        return {"results": [result[:_RESULT_CHARACTERS] for result in results]}
 
     def forget(self) -> None:
         """Remove what requests leave behind: the objects of an episode, and the precision that a call of the
@@ -188,8 +201,8 @@ def call_of_methods(source: str, *, names: Mapping[str, Any]) -> Any:
     match call:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=method)) if owner.endswith("_instance"):
             positional = [ast.literal_eval(argument) for argument in call.args]
-            named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-            return getattr(names[owner], method)(*positional, **named)
+            by_name = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            return getattr(names[owner], method)(*positional, **by_name)
         case ast.Call(func=ast.Name(id=name) | ast.Constant(value=name)):
             raise NameError(f"name {name!r} is not defined")
         case _:
@@ -212,7 +225,7 @@ def _verdict(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"valid": False, "error_type": f"the checker raised {type(check_error).__name__}"}
     if result["valid"]:
         return {"valid": True, "error_type": ""}
-    return {"valid": False, "error_type": str(result["error_type"])}
+    return {"valid": False, "error_type": str(result.get("error_type", ""))}
 
 
 def _module(name: str) -> Any:
@@ -232,6 +245,7 @@ def main() -> None:
         package = Package()
         requests: dict[str, Callable[..., dict[str, Any]]] = {
             "counts": package.counts,
+            "load": package.load,
             "task": package.task,
             "judge": package.judge,
             "execute": package.execute,

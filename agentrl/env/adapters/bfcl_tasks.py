@@ -22,7 +22,7 @@ from agentrl.env.tools.json_schema import function_schema
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
 from agentrl.env.tools.tools import CallResult, clean_text, completion_messages, tool_messages
 from agentrl.errors import EnvError, UsageError
-from agentrl.host.clocks import policy_time
+from agentrl.host.clocks import host_time_in_thread, policy_time
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Message, Messages, StopReason
 
@@ -38,10 +38,9 @@ _Answer = list[dict[str, Json]] | str
 class BFCL(Env):
     """`agentrl/BFCL-v0`. Tasks of the Berkeley Function Calling Leaderboard (the package `bfcl-eval`).
 
-    `categories` are the package's, or its groups (`single_turn`, `multi_turn`, `live`, `non_live`, …). Seed `n` is task
-    `n` of all their tasks in the package's order, modulo their number; the option `index` names a task directly. The
-    outcome is 1 where the package's own checker accepts the answer, else 0, and the info has the checker's
-    `error_type`.
+    `categories` are the package's, or its groups (`single_turn`, `multi_turn`, …). Seed `n` is task `n` of all their
+    tasks in the package's order, modulo their number; the option `index` names a task directly. The outcome is 1 where
+    the package's own checker accepts the answer, else 0, and the info has the checker's `error_type`.
 
     A single-turn task is answered by the policy's first turn: its calls, or a text. In a multi-turn task the policy
     calls the package's simulated APIs until it writes a turn without calls; then the next message of the user comes. It
@@ -69,7 +68,8 @@ class BFCL(Env):
         self.tool_format = tool_format
         self._steps, self._call_s = steps, positive_seconds("call_s", call_s)
         self.needs_step_s, self.needs_step_by = self._call_s, "call_s"
-        self._counts = _counts((categories,) if isinstance(categories, str) else tuple(categories))
+        names: tuple[object, ...] = (categories,) if isinstance(categories, str) else tuple(categories)
+        self._counts = _counts(tuple(map(str, names)))
         self.task_count, self.bad_tasks = sum(self._counts.values()), ()
         self._tools: list[Mapping[str, Json]] = []
         self._is_over = True
@@ -82,10 +82,7 @@ class BFCL(Env):
         if type(number) is not int or number < 0:
             raise UsageError(f"index = {number!r}: give the number of a task, 0 to {self.task_count - 1}")
         self._category, self._index = self._place_of(number % self.task_count)
-        try:
-            self._task = self._ask("task", _LOAD_S)
-        except Hangs:
-            raise EnvError(f"bfcl-eval did not read a task of {self._category} within {_LOAD_S:g} s") from None
+        self._task = self._ask("task", _LOAD_S)
         self._tools = list(self._task["tools"])
         self._turns: list[list[_Answer]] = []  # what the policy wrote in answer to each message of the user
         self._calls_before, self._is_over = 0, False
@@ -118,7 +115,10 @@ class BFCL(Env):
 
     async def aend(self, reason: StopReason) -> Info:
         """End the episode without a verdict: a task that was not played to its end is not solved."""
-        return {"stop_reason": reason.value, **({} if self._is_over else {"outcome": 0.0, "success": False})}
+        if self._is_over:
+            return {}
+        self._is_over = True
+        return {"stop_reason": reason.value, "outcome": 0.0, "success": False}
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
         return [dict(tool) for tool in self._tools] if self._shows_tools else []
@@ -182,7 +182,8 @@ class BFCL(Env):
             for tool_call, result in zip(spoken.get("tool_calls", ()), results, strict=True):
                 tool_call["id"] = result.get("tool_call_id", "")
         else:
-            spoken = Message(role="assistant", content=action if not self._shows_tools else parsed.text)
+            is_plain = self._shows_tools and not parsed.calls  # the text leaves out a call that cannot be read
+            spoken = Message(role="assistant", content=parsed.text if is_plain else action)
         self._conversation += [spoken, *results]
 
     def _with_instructions(self, messages: Sequence[Message]) -> Messages:
@@ -205,9 +206,16 @@ class BFCL(Env):
         return {**info, "error_type": verdict["error_type"]} if verdict["error_type"] else info
 
     def _ask(self, request: str, deadline_s: float, **arguments: Any) -> dict[str, Any]:
-        place = {"do": request, "category": self._category, "index": self._index}
-        with _processes().borrowed() as child, policy_time():
-            return child.ask({**place, **arguments}, deadline_s)[0]
+        with _processes().borrowed() as child:
+            try:
+                # Apart, as a child reads a category at its first request, and the policy does not pay for that.
+                with host_time_in_thread():
+                    child.ask({"do": "load", "category": self._category}, _LOAD_S)
+            except Hangs:
+                raise EnvError(f"bfcl-eval did not read the tasks of {self._category} within {_LOAD_S:g} s") from None
+            with policy_time():
+                place = {"do": request, "category": self._category, "index": self._index}
+                return child.ask({**place, **arguments}, deadline_s)[0]
 
 
 def _answer_of(parsed: Parsed) -> _Answer:

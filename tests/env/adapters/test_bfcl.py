@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from agentrl.env.adapters.bfcl_tasks import BFCL, STEPS
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EnvError, UsageError
+from agentrl.host.clocks import policy_time
 from agentrl.run.evaluation import of_endpoint
 from agentrl.testing.hostile import check_nothing_dropped
 from tests.parts.bfcl_answers import MULTI, SINGLE, Oracle, action, lines_of, played, right_turns, sample
@@ -64,8 +66,6 @@ def test_scores_are_those_of_the_packages_runner() -> None:
 
 
 def test_every_right_answer_to_a_conversation_is_played_to_its_end_and_wins() -> None:
-    import random
-
     for category in MULTI:
         env = BFCL(category)
         for index in range(0, 200, 40):
@@ -140,7 +140,6 @@ def test_a_dialect_that_no_template_knows_is_taught_by_text() -> None:
 
 HOSTILE = [
     ToolCall("agentrl_ground_truth_eval_multi_turn_base_0_MathAPI_instance.add", {"a": 1, "b": 2}),
-    ToolCall("__import__('os').system", {"command": "touch /tmp/bfcl"}),
     ToolCall("mean", {"numbers=__import__('os').getcwd()": 1}),
     ToolCall("mean", {"numbers=[1]) or exit(code": 1}),
     ToolCall("mean", {"": [1]}),
@@ -152,15 +151,17 @@ HOSTILE = [
 ]
 
 
-def test_nothing_but_methods_with_literals_is_ever_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_methods_with_literals_is_ever_called(tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    hostile_calls = [*HOSTILE, ToolCall("__import__('os').system", {"command": f"touch {reached}"})]
     env = BFCL("multi_turn_base")
     env.reset(options={"index": task_with("multi_turn_base", "MathAPI")})
-    for hostile in HOSTILE:
+    for hostile in hostile_calls:
         if hostile.name:
             (result,) = results_of(env, hostile)
             assert result.startswith("Error during execution: "), (hostile, result)
     assert results_of(env, MEAN) == ['{"result": 2.0}']
-    assert not Path("/tmp/bfcl").exists()
+    assert not reached.exists()
 
 
 def test_a_call_that_does_not_end_is_the_policys_and_the_episode_goes_on() -> None:
@@ -199,15 +200,17 @@ async def test_no_action_drops_an_episode(category: str) -> None:
 def test_a_process_that_the_host_ended_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     env = BFCL("irrelevance")
     env.reset(seed=0)
-    with bfcl_tasks._processes().borrowed() as child:
-        os.kill(child._process.pid, signal.SIGSTOP)  # so that it reads nothing of the request
-    import threading
+    with bfcl_tasks._processes().borrowed() as child:  # the next request has it again
+        pid = child._process.pid
 
-    killer = threading.Timer(0.2, os.kill, (child._process.pid, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(EnvError, match="the process of bfcl-eval ended with status -9"):
-        env.step("No function fits.")
-    killer.join()
+    def kills() -> Any:
+        os.kill(pid, signal.SIGKILL)
+        return policy_time()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bfcl_tasks, "policy_time", kills)
+        with pytest.raises(EnvError, match="the process of bfcl-eval ended"):
+            env.step("No function fits.")
     env.reset(seed=0)
     assert env.step("No function fits.")[4]["outcome"] == 1.0
 
@@ -253,7 +256,7 @@ def test_a_missing_package_is_one_line_with_its_remedy() -> None:
     )
 
 
-def test_a_replay_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_reads_the_same() -> None:
     written = [answer for category in MULTI for answer in sample(category, 3, seed=5)]
     seen: list[list[Any]] = [[], []]
     for observations in seen:
@@ -285,8 +288,6 @@ def served(request: dict[str, Any], answers: dict[str, list[Any]]) -> httpx.Resp
 
 def test_a_served_model_is_evaluated(tmp_path: Path) -> None:
     """Right answers to conversations whose functions come late, over the API of a chat server."""
-    import random
-
     category = "multi_turn_miss_func"
     entries = lines_of(f"BFCL_v4_{category}.json")
     settings = (f"env.kwargs.categories={category}",)
