@@ -12,12 +12,17 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from agentrl.host import file_writes
 from agentrl.records import StopReason
 from agentrl.store import Ending, RunStore
 from agentrl.store.async_calls import Waiting
+from agentrl.store.databases import change_signal
 from agentrl.store.databases.change_signal import Role, Signal
+from agentrl.store.run_values import PAUSED
 
 from .play import START, admit, answer, play_all, serve, task, turn
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows writes of a file")
 
 
 @pytest.fixture
@@ -105,6 +110,15 @@ def test_a_group_that_closes_by_its_deadline_wakes_the_learner(store: RunStore, 
     assert "learner" in told(signals)
 
 
+def test_a_pause_and_its_end_wake_who_begins_turns_steps_and_groups(
+    store: RunStore, signals: dict[Role, Signal]
+) -> None:
+    """They look seldom while nothing goes on, and begin again at once."""
+    for pause in ({"since_s": 1.0, "now": False}, {}):
+        PAUSED.set(store, pause)
+        assert told(signals) == EVERYBODY
+
+
 def test_a_write_of_another_process_ends_the_wait(store: RunStore, path: Path) -> None:
     store.wait_for_work("learner", 60.0)  # the first one is a look
     code = "import sys; from agentrl.store import RunStore; RunStore.open(sys.argv[1]).set_meta('phase', 'stop')"
@@ -142,7 +156,86 @@ async def test_the_wait_ends_at_its_timeout_and_looks_seldom(
     started = trio.current_time()
     await Waiting(store)("rollout", 60.0)
     assert trio.current_time() - started == pytest.approx(60.0)
-    assert looks < 60.0 / 0.02 + 20, "at most fifty times a second, each one statement"
+    assert looks < 60.0 + 30, "once a second while nobody writes, each one statement"
+
+
+def still(signal: Signal) -> int:
+    """Look until the signal waits for a write of the log; returns how often."""
+    looks = 0
+    while signal.wakes is None:
+        assert not signal.changed() and looks < 100
+        looks += 1
+    return looks
+
+
+@linux
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_first_write_after_a_still_time_wakes_who_sleeps_until_one(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    monkeypatch.setattr(change_signal, "_WAKES_S", 60.0)  # no look by the clock helps
+    store.wait_for_work("learner", 60.0)
+    assert still(store.signal("learner"))
+
+    def write() -> None:
+        if durable:
+            store.versions.confirm_version(store.versions.mint_version(1))  # the log is written before its sync
+        store.set_meta("phase", "stop")
+
+    writer = threading.Thread(target=write)
+    started = time.monotonic()
+    writer.start()
+    store.wait_for_work("learner", 60.0)
+    assert time.monotonic() - started < 30.0
+    writer.join()
+
+
+@linux
+def test_writes_that_one_does_not_wait_for_wake_no_more_often_than_the_clock(
+    store: RunStore, signals: dict[Role, Signal]
+) -> None:
+    """A busy store is written many times a second, and a reader that each write woke would do nothing else."""
+    learner = signals["learner"]
+    still(learner)
+    for number in range(30):
+        store.metrics.record("fleet", 1, {"n": number})
+        assert not learner.changed()
+        assert learner.wakes is None, "the next look comes by the clock"
+    pauses = [learner.pause_s]
+    assert still(learner) == 20
+    assert pauses == [0.02]
+
+
+@linux
+def test_a_look_that_came_before_the_commit_is_made_again_at_once(store: RunStore, path: Path) -> None:
+    """The log is written before its index: a reader may be woken by a commit that it cannot read yet."""
+    learner = store.signal("learner")
+    assert learner.changed()
+    still(learner)
+    with path.with_name(path.name + "-wal").open("r+b") as log:
+        first = log.read(1)
+        log.seek(0)
+        log.write(first)  # a write without a commit
+    assert not learner.changed()
+    assert learner.wakes is None and learner.pause_s == 0.001
+
+
+async def test_where_no_descriptor_shows_writes_a_store_is_looked_at_by_the_clock(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """macOS has none, and a user of Linux a limited number."""
+    monkeypatch.setattr(file_writes, "_watched", lambda path: None)
+    await Waiting(store)("learner", 60.0)
+    started = trio.current_time()
+
+    async def write() -> None:
+        await trio.sleep(10.0)
+        store.set_meta("phase", "stop")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        await Waiting(store)("learner", 60.0)
+    assert trio.current_time() - started == pytest.approx(10.0, abs=0.03)
 
 
 async def test_what_is_written_between_two_waits_is_not_missed(store: RunStore, autojump_clock: MockClock) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
 from agentrl.host.disk_space import is_full, no_space_on
+from agentrl.host.file_writes import FileWrites
 from agentrl.store import schema
 from agentrl.store.databases.driver import BUSY_S, ChangeWatch, Driver, Row, damaged
 from agentrl.store.databases.upkeep import Upkeep
@@ -24,6 +25,7 @@ _WRITE_LOCK = 120
 
 _MOMENT_MS = 250  # one try for the write lock; `Transactions` tries again
 _HEADER_BYTES = 100  # of any SQLite file
+_STILL_LOOKS = 20  # that see no write, until a waiter sleeps until there is one: about 0.3 s after a change
 
 
 class SQLite(Driver):
@@ -192,21 +194,34 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     schema.check_version(schema.read_version(connection), path)
 
 
+# Writes of the log wake a waiter; the counter decides.
+#
+# The counter alone has to be read again and again, and three waiting processes of a paused run that read it fifty times
+# a second each used most of the CPU that the run took. A write of the log is a hint: the kernel shows it before the
+# commit can be read (the log's index changes last, after a sync in a durable commit), and most writes change nothing
+# that the waiter waits for. So after a write the counter is read by the clock for a while, as without any hint, and
+# the descriptor ends only the sleep of a store that nobody has written for some looks. Where the hint is missing or
+# comes too early, a look once a second remains.
 class CommitCounter:
     """Reads the counter that SQLite raises when another connection commits (`PRAGMA data_version`, microseconds)."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._connection = path, read_only(path)
+        self._log_writes = FileWrites(Path(f"{path}-wal"))
         self._last: int | None = None
+        self._still_looks = 0
 
     @property
-    def wakes(self) -> None:
-        return None  # no file shows writes
+    def wakes(self) -> int | None:
+        return self._log_writes.descriptor if self._still_looks >= _STILL_LOOKS else None
 
     def written(self) -> bool:
+        is_stirred = self._log_writes.seen()  # first: a write after this line is seen by the next look
         version_row = self.row("PRAGMA data_version")
         previous_version, self._last = self._last, None if version_row is None else version_row[0]
-        return previous_version != self._last
+        is_written = previous_version != self._last
+        self._still_looks = 0 if is_stirred or is_written else self._still_looks + 1
+        return is_written
 
     def row(self, sql: str) -> Row | None:
         try:
@@ -215,6 +230,7 @@ class CommitCounter:
             raise named(error, self._path) from error
 
     def close(self) -> None:
+        self._log_writes.close()
         self._connection.close()
 
 
