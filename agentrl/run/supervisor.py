@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import trio
 
@@ -91,6 +91,7 @@ MEASURING = "evaluating"
 """The phase, in words, in which steps come."""
 _T = TypeVar("_T")
 _TICK_S = 0.25
+_PAUSED_TICK_S = 1.0  # the same while the run is paused: nothing is due then but the look at whether it goes on
 _STORE_LOOK_S = 1.0  # between two looks at whether somebody wants the run to end
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
@@ -106,8 +107,8 @@ class Interrupted(RunFailed):
 
 @dataclass(slots=True)
 class Supervisor:
-    """One live run. `on_tick` is called with the supervisor four times a second, to draw; it never decides. It reads by
-    `store`: in a thread, if that is on a server."""
+    """One live run. `on_tick` is called with the supervisor four times a second, once while the run is paused, to draw;
+    it never decides. It reads by `store`: in a thread, if that is on a server."""
 
     run: RunDir
     config: RunConfig
@@ -297,10 +298,10 @@ class Supervisor:
         if self.config.rewards:
             store.scores.expire_sources(store.now())
 
-    async def _follow_the_clock(self) -> None:
+    async def _follow_the_clock(self, store_now_s: float) -> None:
         """Deadlines in the store are times of its clock. If that jumped, or this process and its machine stood still,
         move them along: nobody had that time."""
-        earlier_clocks, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
+        earlier_clocks, self._clocks = self._clocks, (store_now_s, trio.current_time())
         if earlier_clocks is not None:
             passed_store_s, passed_own_s = (
                 clock_now - clock_before for clock_now, clock_before in zip(self._clocks, earlier_clocks, strict=True)
@@ -311,9 +312,8 @@ class Supervisor:
             if abs(passed_store_s - passed_own_s) > _JUMP_S:
                 await self._with_space(lambda store: store.deaths.shift_deadlines(passed_store_s - passed_own_s))
 
-    async def _look_at_pause(self) -> None:
+    async def _follow_pause(self, *, is_paused: bool) -> None:
         """Move the deadlines along once a pause ends: nobody had its time."""
-        is_paused = await self.writes(lambda store: bool(PAUSED.of(store.meta)))
         if is_paused and self._paused_at is None:
             self._paused_at = trio.current_time()
             _say(f"the run is paused; agentrl resume {self.run.path} lets it go on")
@@ -329,12 +329,11 @@ class Supervisor:
         if train_began_s is not None and train_ended_s is None:
             TRAIN_STARTED_S.set(store, train_began_s + stood_s)
 
-    async def _follow_settings(self) -> None:
+    async def _follow_settings(self, change_count: int) -> None:
         """Take the settings that the learner has taken up."""
-        change_count, config_text = await self.writes(
-            lambda store: (len(CHANGES.of(store.meta)), CONFIG.of(store.meta))
-        )
-        if change_count != self._changes and config_text is not None:
+        if change_count == self._changes:
+            return
+        if (config_text := await self.writes(lambda store: CONFIG.of(store.meta))) is not None:
             self._changes = change_count
             new_config = configuration.from_json(config_text)
             self.config = new_config.model_copy(update={"engine": self.config.engine})  # which has the run's key
@@ -343,20 +342,21 @@ class Supervisor:
                 self._admitter.skips = partial(skips, skipped=new_config.rollout.skip_tasks)
 
     async def _tick(self, progress: _Progress) -> None:
-        await self._follow_the_clock()
-        await self._follow_settings()
-        await self._look_at_pause()
+        look = await self.writes(_Look.at)
+        await self._follow_the_clock(look.now_s)
+        await self._follow_settings(look.change_count)
+        await self._follow_pause(is_paused=look.is_paused)
         # While every engine restarts nothing can move, and the restart budget bounds that time. Counted here as well, a
         # start of a large model that takes longer than the stall deadline would end the run that is being repaired.
         is_excused = self._paused_at is not None or self.children.engines_are_restarting
-        progress.saw(await self.writes(_progress), excused=is_excused, children=self.children)
+        progress.saw(look.progress, excused=is_excused, children=self.children)
         if self._paused_at is None:
             await self._with_space(self._expire)
         try:
             await self.writes(self._check_failures)
         finally:  # it also shows what the run ends for
             await self._show()
-        await trio.sleep(_TICK_S)
+        await trio.sleep(_TICK_S if self._paused_at is None else _PAUSED_TICK_S)
 
     async def _show(self) -> None:
         with suppress(StoreAway):
@@ -402,10 +402,6 @@ class Supervisor:
         )
 
 
-def _progress(store: RunStore) -> tuple[int, ...]:
-    return store.metrics.progress()
-
-
 def _enter(phase: Phase) -> Callable[[RunStore], None]:
     return lambda store: PHASE.set(store, phase)
 
@@ -436,6 +432,20 @@ def _clock(at: Value[float | None]) -> Callable[[RunStore], None]:
             at.set(store, time.time())
 
     return write
+
+
+class _Look(NamedTuple):
+    """What a tick reads of the store: its clock in seconds, how often settings changed, whether the run is paused, and
+    the numbers that must keep moving. In one call, since each call takes a thread, four times a second."""
+
+    now_s: float
+    change_count: int
+    is_paused: bool
+    progress: tuple[int, ...]
+
+    @classmethod
+    def at(cls, store: RunStore) -> _Look:
+        return cls(store.now(), len(CHANGES.of(store.meta)), bool(PAUSED.of(store.meta)), store.metrics.progress())
 
 
 class _Progress:

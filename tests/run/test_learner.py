@@ -358,7 +358,8 @@ class Waiting:
             take=self._take,
         )
         store = SimpleNamespace(meta=self._meta, set_meta=lambda key, value: None, buffer=buffer)
-        self.batches = taker(store, Edge(1.0), buffer=BufferSettings(groups_per_step=1, wait_at_bound=wait))
+        self.edge = Edge(1.0)
+        self.batches = taker(store, self.edge, buffer=BufferSettings(groups_per_step=1, wait_at_bound=wait))
 
     @property
     def now_s(self) -> float:
@@ -396,16 +397,17 @@ def taker(store: Any, edge: Edge, *, buffer: BufferSettings, steps: int = 9) -> 
 
 
 class Edge:
-    """Nothing changes at the edge of a step; a wait takes `wait_s`."""
+    """Nothing changes at the edge of a step; a wait takes `wait_s`. `longest_s` has the longest that each might."""
 
     def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
+        self._wait_s, self.longest_s = wait_s, list[float]()
 
     async def apply_settings(self) -> None: ...
 
     async def make_way(self) -> None: ...
 
-    async def wait_a_moment(self) -> None:
+    async def wait_a_moment(self, longest_s: float = 0.25) -> None:
+        self.longest_s.append(longest_s)
         await trio.sleep(self._wait_s)
 
 
@@ -438,6 +440,7 @@ def test_a_paused_learner_begins_no_step_and_the_time_counts_for_nothing(
     scene.pause = range(0 if not ready_s and not late_s else 3, 203)
     batch = scene.take()
     assert batch is not None and (batch.groups, batch.idle_s) == (["a group"], waited_s)
+    assert scene.edge.longest_s.count(1.0) == len(scene.pause), "it looks seldom: the end of the pause wakes it"
 
 
 def test_a_paused_learner_ends_with_its_run() -> None:

@@ -451,6 +451,8 @@ async def test_paused_time_counts_against_no_deadline(
     one = supervisor(clock=wall, rollout={"group_deadline_s": 12.0})
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(time=wall))
     seen: list[tuple[float, GroupState]] = []
+    ticks_s: list[float] = []
+    one.on_tick = lambda _: ticks_s.append(trio.current_time())
 
     async def play() -> None:
         admit(one.store, limit=1)
@@ -471,6 +473,7 @@ async def test_paused_time_counts_against_no_deadline(
     said = [line for line in capsys.readouterr().err.splitlines() if "paused" in line or "goes on" in line]
     resume = f"agentrl: the run is paused; agentrl resume {one.run.path} lets it go on"
     assert said == [resume, "agentrl: the run goes on"]
+    assert sum(5 < tick_s < 205 for tick_s in ticks_s) <= 205, "one look a second while nothing is due"
 
 
 async def test_a_quorum_waits_for_the_others_as_long_after_a_pause_as_without_one(

@@ -27,6 +27,7 @@ from agentrl.run.children.engine_process import current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks
+from agentrl.store.run_values import PAUSED
 from tests.parts.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kind="vllm", liveness_deadline_s=60.0)
@@ -359,6 +360,22 @@ async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(
     error = matters(raised.value)
     assert isinstance(error, WrongWeights)
     assert error.args[0].startswith("http://engine was sent weights by somebody else: canary: ")
+
+
+async def test_an_engine_of_a_paused_run_is_checked_seldom_and_a_hang_is_noticed_as_soon(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    async with scene.watched():
+        await trio.sleep(100)
+        checks = len(scene.signs_s)
+        PAUSED.set(scene.store, {"since_s": 1.0, "now": False})
+        await trio.sleep(100)
+        assert 90 < checks < 105 and 18 < len(scene.signs_s) - checks < 24
+        stop(scene.server)
+        await trio.sleep(55)
+        assert not scene.hung
+        await trio.sleep(6)
+    assert scene.hung == ["did not answer for 60 s (engine.liveness_deadline_s)"]
 
 
 def test_moments_of_the_canary_are_not_foretold(scene: Scene) -> None:

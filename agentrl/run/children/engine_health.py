@@ -26,13 +26,15 @@ from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
-from agentrl.errors import AgentRLError, EngineError, StoreAway, WrongWeights
+from agentrl.errors import AgentRLError, EngineError, StoreAway, StoreError, WrongWeights
 from agentrl.run.children.engine_process import ServedWeights, fit, go_on, halts, prove
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks
+from agentrl.store.run_values import PAUSED
 
 CANARY_EVERY_S = 20.0  # in the mean: the probe is compared again, at moments that nobody knows
 _LOOK_S = 1.0  # time between two checks
+_PAUSED_LOOK_S = 5.0  # the same while the run is paused: nobody samples, and each check is three requests
 _CHANCE = random.SystemRandom()  # which nobody foretells
 
 
@@ -65,7 +67,7 @@ class EngineWatch:
             last_answer_s = trio.current_time()
             next_check_s = last_answer_s + self._pause_s()
             while True:
-                await trio.sleep(_LOOK_S)
+                await trio.sleep(await self._look_s())
                 # One request may wait for as long as the engine may be silent at all. With a short deadline for each
                 # look, an engine that is busy with a long prefill would be asked again and again and never get to
                 # answer.
@@ -92,6 +94,14 @@ class EngineWatch:
                 elif hangs is not None and current_s - last_answer_s >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
                     last_answer_s = current_s
+
+    async def _look_s(self) -> float:
+        """Seconds until the next check."""
+        with suppress(StoreError):
+            if await self.looks(lambda store: PAUSED.of(store.meta)):
+                # Most of the deadline is left to the request itself, as for a check of a run that goes on.
+                return max(_LOOK_S, min(_PAUSED_LOOK_S, self.config.engine.liveness_deadline_s / 4))
+        return _LOOK_S
 
     def client(self) -> EngineClient:
         engine_key = self.config.engine.key_of(self.url)

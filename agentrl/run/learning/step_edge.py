@@ -63,8 +63,8 @@ class StepEdge:
             await self._checkpoints.settle()
         raise WornOut(f"the learner goes on with {requested} ranks instead of {present_ranks}")
 
-    async def wait_a_moment(self) -> None:
+    async def wait_a_moment(self, longest_s: float = _WAIT_S) -> None:
         """Wait for groups, or for what the supervisor says. Engines that lack the weights get them meanwhile."""
         await self._pushes.look()
         self._mark()
-        await self._calls.wait_for_work(_WAIT_S)
+        await self._calls.wait_for_work(longest_s)

@@ -24,6 +24,7 @@ from agentrl.store import Patience, Returns, RunStore, TakeOrder
 from agentrl.store.run_values import LEARNER_WAITS, PAUSED, PHASE
 
 _LONG_S = 30.0  # after which a wait for members is named
+_PAUSED_S = 1.0  # between two looks at the requested settings while the run is paused; its end wakes the learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class BatchTaker:
         pause_began_s = trio.current_time()
         while await self._calls(_is_paused):
             await self._apply_settings()
-            await self._edge.wait_a_moment()
+            await self._edge.wait_a_moment(_PAUSED_S)
         return trio.current_time() - pause_began_s
 
     async def _apply_settings(self) -> None:
