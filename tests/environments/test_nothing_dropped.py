@@ -21,6 +21,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "Nim": {},
     "NimTable": {},
     "Retrieval": {},
+    "Service": {},
     "Taxi": {},
     "TextGame": {},
 }

@@ -27,6 +27,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Reading-v0", {"pages": 1, "facts": 1, "words": 0}),
     ("agentrl/Retrieval-v0", {}),
     ("agentrl/Retrieval-v0", {"split": "held_out", "tool_format": "json"}),
+    ("agentrl/Service-v0", {}),
+    ("agentrl/Service-v0", {"levels": [4], "split": "held_out", "tool_format": "json"}),
     ("agentrl/TextGame-v0", {}),
     ("agentrl/TextGame-v0", {"rooms": 12, "locks": 3, "shaped": True}),
 ]
@@ -46,6 +48,7 @@ MADE: dict[str, dict[str, Any]] = {
     "Reading": {},
     "Retrieval": {},
     "SWE": {},
+    "Service": {},
     "Taxi": {},
     "TextGame": {},
 }

@@ -224,6 +224,7 @@ SHIPPED = {
     "RepoRepair": "repo_repair",
     "Retrieval": "retrieval",
     "SWE": "swe",
+    "Service": "service",
     "TextGame": "text_game",
 }
 BOXED = {"CodeRepair", "Harbor", "RepoRepair", "SWE"}
