@@ -297,6 +297,9 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
             for sample_count, estimate in evaluation.pass_at.items()
             if sample_count != "1"
         ]:
+            pass_texts += [
+                format_pass(sample_count, estimate, sign="^") for sample_count, estimate in evaluation.pass_all.items()
+            ]
             print(f"{evaluation.name}: {', '.join(pass_texts)}")
     if task_rows := [task_row for eval_result in results for task_row in eval_result.failed_tasks]:
         tables.console().print(failed_tasks.table(task_rows, most=failed_tasks.MOST_ROWS))

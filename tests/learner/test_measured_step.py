@@ -13,7 +13,7 @@ from each_case import each_case
 
 from agentrl.algos.cispo import CISPO
 from agentrl.algos.grpo import GRPO
-from agentrl.algos.pass_at_k import pass_at_k
+from agentrl.algos.pass_at_k import pass_all_k, pass_at_k
 from agentrl.algos.token_metrics import Measures
 from agentrl.config import Rollout, Train
 from agentrl.learner import flops
@@ -30,10 +30,11 @@ SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
 
 
 @each_case(("n", "c"), [(1, 0), (4, 1), (5, 2), (6, 6), (6, 0)])
-def test_pass_at_k_is_the_share_of_drawn_sets_with_a_success(n: int, c: int) -> None:
+def test_pass_at_k_and_pass_all_k_are_shares_of_drawn_sets(n: int, c: int) -> None:
     for k in range(1, n + 1):
         drawn = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, drawn)) / len(drawn))
+        assert pass_all_k(n, c, k) == pytest.approx(sum(map(all, drawn)) / len(drawn))
 
 
 def two_environments() -> list[Group]:

@@ -211,7 +211,7 @@ def test_rows_of_a_file_are_paired_by_what_they_name(tmp_path: Path) -> None:
     assert counts == {"the key 'note' is not used": 6, "a last line that is cut off is not used": 1}
     pair = verdict(Side(name="full", models=[read(str(full))]), Side(name="bare", models=[bare]))
     assert pair.tasks == 3 and pair.measures[0].difference == 0 and not pair.is_shown
-    assert [row.name for row in pair.measures] == ["success", "pass@2", "tokens"]
+    assert [row.name for row in pair.measures] == ["success", "pass@2", "pass^2", "tokens"]
 
 
 def test_an_episode_that_infrastructure_ended_counts_until_it_is_played(tmp_path: Path) -> None:

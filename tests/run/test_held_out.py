@@ -10,7 +10,7 @@ import pytest
 from each_case import each_case
 from store.play import START
 
-from agentrl.algos.pass_at_k import pass_at, wilson
+from agentrl.algos.pass_at_k import pass_all, pass_at, wilson
 from agentrl.config import parse
 from agentrl.errors import ConfigError
 from agentrl.records import StopReason
@@ -50,7 +50,19 @@ def test_the_interval_holds_the_true_pass_at_k_as_often_as_it_says() -> None:
 def test_a_task_counts_for_k_if_so_many_episodes_of_it_were_scored() -> None:
     found = pass_at([(4, 1), (3, 3), (1, 0)])
     assert {k: one["value"] for k, one in found.items()} == pytest.approx({"1": 5 / 12, "2": 3 / 4, "4": 1.0})
-    assert pass_at([]) == {}
+    assert pass_at([]) == {} == pass_all([(1, 1)])
+    every = pass_all([(4, 1), (3, 3), (1, 0), (4, 4)])
+    assert {k: one["value"] for k, one in every.items()} == pytest.approx({"2": (0 + 1 + 1) / 3, "4": 1 / 2})
+    assert (every["4"]["low"], every["4"]["high"]) == pytest.approx(wilson(1 / 2, 2))
+
+
+def test_pass_all_is_unbiased_for_the_chance_that_all_attempts_of_a_task_succeed() -> None:
+    """2000 tasks whose probability p is uniform in [0, 1]: the mean of p^2 is 1/3, that of p^4 1/5."""
+    rng = random.Random(5)
+    chances = [rng.random() for _ in range(2000)]
+    estimates = pass_all([(6, sum(rng.random() < chance for _ in range(6))) for chance in chances])
+    assert estimates["2"]["value"] == pytest.approx(1 / 3, abs=0.025)
+    assert estimates["4"]["value"] == pytest.approx(1 / 5, abs=0.025)
 
 
 @pytest.fixture
@@ -82,6 +94,7 @@ def test_an_evaluation_plays_each_task_so_often_and_all_who_report_it_have_pass_
     low, high = wilson(1 / 2, 3)
     assert result.pass_at["1"] == pytest.approx({"value": 1 / 2, "low": low, "high": high})
     assert result.pass_at["2"]["value"] == 1.0 and result.pass_at.keys() == {"1", "2"}
+    assert result.pass_all["2"]["value"] == 0.5 and result.pass_all.keys() == {"2"}, "the third task has one episode"
     now = status.status(run)
     assert now["held_out"] == {0: 3 / 5} and now["pass_at"] == {"easy": {"step": 0, **result.pass_at}}
     said = f"held-out  easy at 0: pass@1 0.50 [{low:.2f}, {high:.2f}], pass@2 1.00 [0.34, 1.00]"

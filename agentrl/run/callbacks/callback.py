@@ -77,7 +77,8 @@ class EpisodeEnded:
 class EvalEnded:
     """All episodes of the held-out set `name` are played. `when` is `before`, `during` or `after`, `step` the optimizer
     step that is measured. Means are over the `n` episodes that the policy itself ended, None if there is none;
-    `failed` counts the others. `pass_at` has pass@k by k: `value`, and the ends of its interval, `low` and `high`."""
+    `failed` counts the others. `pass_at` has pass@k by k: `value`, and the ends of its interval, `low` and `high`.
+    `pass_all` has pass^k in the same form."""
 
     id: str
     name: str
@@ -91,6 +92,7 @@ class EvalEnded:
     failed: int
     time_s: float
     pass_at: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    pass_all: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

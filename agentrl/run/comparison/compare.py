@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from agentrl.algos.pass_at_k import pass_at_k
+from agentrl.algos.pass_at_k import pass_all_k, pass_at_k
 from agentrl.errors import UsageError
 from agentrl.run.comparison.results import NUMBERS, Episode, Results, TaskKey
 from agentrl.statistics import confidence_sequence
@@ -30,7 +30,7 @@ _MODELS: Final = (
 )
 _OVER_TASKS: Final = (
     "Intervals: t over tasks, samples of a task being one cluster; with Agresti and Min's two tasks more for"
-    " success and pass@k."
+    " success, pass@k and pass^k."
 )
 _OVER_SEEDS: Final = "Intervals: Welch's over seeds of training, on these tasks; each trained model counts once."
 _SEQUENTIAL: Final = (
@@ -174,19 +174,20 @@ def _values(most_samples: int) -> Mapping[str, Value]:
 
         return value
 
-    def solved(k: int) -> Value:
+    def solved(k: int, estimate: Callable[[int, int, int], float]) -> Value:
         def value(episodes: Sequence[Episode]) -> float | None:
             successes = [episode.success for episode in episodes]
             if None in successes or len(successes) < k:
                 return None
-            return pass_at_k(len(successes), sum(map(bool, successes)), k)
+            return estimate(len(successes), sum(map(bool, successes)), k)
 
         return value
 
     k_values = [1 << exponent for exponent in range(1, most_samples.bit_length())]
     return {
         "success": mean("success"),
-        **{f"pass@{k}": solved(k) for k in k_values},
+        **{f"pass@{k}": solved(k, pass_at_k) for k in k_values},
+        **{f"pass^{k}": solved(k, pass_all_k) for k in k_values},
         **{number_name: mean(number_name) for number_name in NUMBERS},
     }
 
@@ -313,11 +314,11 @@ def _sentence(pair: Comparison, sequential: bool) -> str:
 
 def is_share(measure: str) -> bool:
     """Whether a measure is a probability."""
-    return measure == "success" or measure.startswith("pass@")
+    return measure == "success" or measure.startswith(("pass@", "pass^"))
 
 
 def in_units(measure: str, value: float) -> str:
-    """A mean or a difference for people: success and pass@k in percent or its points."""
+    """A mean or a difference for people: success, pass@k and pass^k in percent or its points."""
     return f"{100 * value:.1f}" if is_share(measure) else f"{value:.3g}"
 
 

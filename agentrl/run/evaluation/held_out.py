@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from agentrl.algos.pass_at_k import pass_at
+from agentrl.algos.pass_at_k import pass_all, pass_at
 from agentrl.config import RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.records import GroupState, Task
@@ -26,7 +26,8 @@ class EvalResult:
     """Means over the `n` episodes that the policy itself ended, None if there is none; `failed` counts the others,
     which infrastructure ended, and `failed_tasks` names them (see `failed_tasks.as_rows`). `tokens` is None if nobody
     counted them. `pass_at` has pass@k by k, for k = 1, 2, 4, … up to the episodes of a task: its `value`, and `low` and
-    `high`, the ends of its interval (see `agentrl.algos.pass_at_k`), over the tasks with k scored episodes."""
+    `high`, the ends of its interval (see `agentrl.algos.pass_at_k`), over the tasks with k scored episodes. `pass_all`
+    has pass^k in the same form, for k = 2, 4, …"""
 
     name: str
     success: float | None
@@ -37,19 +38,20 @@ class EvalResult:
     failed: int
     failed_tasks: Sequence[dict[str, Any]] = ()
     pass_at: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    pass_all: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
     def figures(self) -> dict[str, Any]:
         """Its numbers by their names."""
         return {figure_name: getattr(self, figure_name) for figure_name in FIGURES}
 
 
-FIGURES = ("success", "outcome", "turns", "tokens", "n", "failed", "pass_at")
+FIGURES = ("success", "outcome", "turns", "tokens", "n", "failed", "pass_at", "pass_all")
 """The numbers of a result."""
 
 
-def format_pass(k: int | str, estimate: Mapping[str, float]) -> str:
-    """pass@k for people."""
-    return f"pass@{k} {estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+def format_pass(k: int | str, estimate: Mapping[str, float], *, sign: str = "@") -> str:
+    """pass@k for people; pass^k with the sign `^`."""
+    return f"pass{sign}{k} {estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 
 
 def label(name: str, when: str) -> str:
@@ -135,6 +137,7 @@ def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
     successes_by_group: defaultdict[int, list[bool]] = defaultdict(list)
     for episode_row in scored_rows:
         successes_by_group[episode_row.group_id].append(bool(episode_row.success))
+    episode_counts = [(len(successes), sum(successes)) for successes in successes_by_group.values()]
     return EvalResult(
         name=name,
         success=fmean(float(bool(episode_row.success)) for episode_row in scored_rows) if scored_rows else None,
@@ -143,7 +146,8 @@ def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
         tokens=fmean(episode_row.tokens for episode_row in scored_rows) if scored_rows else None,
         n=len(scored_rows),
         failed=len(ended_rows) - len(scored_rows),
-        pass_at=pass_at([(len(successes), sum(successes)) for successes in successes_by_group.values()]),
+        pass_at=pass_at(episode_counts),
+        pass_all=pass_all(episode_counts),
     )
 
 
