@@ -34,7 +34,7 @@ class LiveEnv:
         self.latest = Step(observation=())
         self._env: AsyncEnv | None = None
         self._keyed: KeyedEnv | None = None
-        self._schemas: ToolSchemas | None = None
+        self._schemas: dict[str | None, ToolSchemas] = {}
 
     @property
     def env(self) -> AsyncEnv:
@@ -83,12 +83,14 @@ class LiveEnv:
         self.latest = await self.calls("reset", lambda: step_results.start(env, self.task, most_bytes))
 
     async def tool_schemas(self, *, again: bool = False) -> ToolSchemas:
-        """The environment's tools as it returned them last; with `again`, at each fresh start of a conversation, it is
-        called anew."""
-        env, known_schemas = self.env, self._schemas
-        if known_schemas is None or again:
-            known_schemas = self._schemas = await self.calls("tool_schemas", lambda: _call(env.tool_schemas))
-        return known_schemas
+        """The tools of the role that acts next, as the environment returned them last; with `again`, at each fresh
+        start of a conversation, it is called anew."""
+        # By role: in a chat of an agent with a customer only the agent has tools, and the customer's prompts must not
+        # show them.
+        env, acting_role = self.env, self.latest.role
+        if acting_role not in self._schemas or again:
+            self._schemas[acting_role] = await self.calls("tool_schemas", lambda: _call(env.tool_schemas))
+        return self._schemas[acting_role]
 
     def shown(self, schemas: ToolSchemas) -> ShownTools:
         """Tools, and the format in which the policy calls them."""
