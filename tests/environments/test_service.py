@@ -57,7 +57,7 @@ def end(env: Service, actions: list[str]) -> dict[str, Any]:
 
 @each_case("level", LEVELS)
 async def test_the_right_agent_wins_every_task_and_the_wrong_ones_none(level: int) -> None:
-    for seed in range(12):
+    for seed in range(8):
         split = "held_out" if seed % 4 == 0 else "train"
         verdicts = await judge(lambda split=split: Service(levels=[level], split=split), seed)
         assert [verdict.expected for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
@@ -121,7 +121,7 @@ def test_equal_seeds_give_equal_tasks_and_the_splits_share_no_customer() -> None
     assert not names["train"] & names["held_out"]
 
 
-@each_case("levels", [[], [0], [1, 5], "1"])
+@each_case("levels", [[], [0], [1, 5], "1", 3, [[1]]])
 def test_other_levels_are_refused(levels: Any) -> None:
     with pytest.raises(ConfigError, match="levels"):
         Service(levels=levels)
@@ -130,8 +130,8 @@ def test_other_levels_are_refused(levels: Any) -> None:
 def test_other_splits_and_users_are_refused() -> None:
     with pytest.raises(ConfigError, match="split = 'test': choose one of train, held_out"):
         Service(split="test")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="user = 'model': give 'scripted'"):
-        Service(user="model")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="user = 'human': choose one of scripted, model"):
+        Service(user="human")  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_always_refuses_wins_what_must_be_refused_and_nothing_else() -> None:
@@ -304,7 +304,7 @@ def test_words_beside_a_call_and_thoughts_are_not_heard() -> None:
 
 def test_a_fresh_environment_that_repeats_the_first_turns_goes_on_as_the_first_one() -> None:
     """How a run restores an environment without a box: `replayable`, from the seed and the actions so far."""
-    for kind in ("full_refund", "breakdown", "too_dear"):
+    for kind in ("full_refund", "too_dear"):
         env, task, _ = task_of(kind)
         actions = written(env, task.gold)
         steps = [env.step(action) for action in actions]

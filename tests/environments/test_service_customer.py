@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import agentrl
+from agentrl.config import Rollout
 from agentrl.engine.rendering.renderer import Renderer
-from agentrl_environments.service import ScriptedCustomer, Service, Wish, make_task
+from agentrl.records import POLICY, Task
+from agentrl.rollout.text_policy import TextAnswer, TextPolicy, play_text
+from agentrl.testing.hostile import check_nothing_dropped
+from agentrl_environments.service import ScriptedCustomer, Service, ServiceTask, Wish, make_task
 from agentrl_environments.service import customer as customer_module
 from agentrl_environments.service.customer import PATIENCE, Ending
+from agentrl_environments.service.model_customer import CUSTOMER
 from tests.commands import agentrl as command
 from tests.engine.formats import FORMATS, write_folder
 
@@ -34,7 +39,11 @@ PROBES = [
 
 
 def gold(env: Service) -> list[str]:
-    return [move if isinstance(move, str) else env.call(move.name, **move.arguments) for move in env._drawn.gold]
+    return gold_of(env._drawn)
+
+
+def gold_of(task: ServiceTask) -> list[str]:
+    return [move if isinstance(move, str) else Service().call(move.name, **move.arguments) for move in task.gold]
 
 
 # --- what an agent writes
@@ -205,3 +214,78 @@ def test_no_tool_shows_the_goal() -> None:
             messages, *_ = env.step("".join(actions[start : start + 3]))
             shown += [message["content"].replace(f"'{secret}'", "") for message in messages]
         assert secret not in "".join(shown)
+
+
+# --- a model as the customer
+
+
+class Recording(TextPolicy):
+    """Both roles, each from its own script; `shown` has how many tools each prompt was rendered with."""
+
+    def __init__(self, scripts: dict[bool, list[str]], tool_format: str) -> None:
+        super().__init__(self._next, tool_format=tool_format)
+        self.scripts, self.shown = scripts, list[int]()
+
+    async def _next(self, messages: Any, news: Any, tools: Any) -> TextAnswer:
+        return TextAnswer(self.scripts["You play a customer" in messages[0]["content"]].pop(0))
+
+    def start(self, messages: Any, tools: Any = ()) -> tuple[int, ...]:
+        self.shown.append(len(tools))
+        return super().start(messages, tools)
+
+    def extend(self, sampled: Any, messages: Any, tools: Any = ()) -> tuple[int, ...]:
+        self.shown.append(len(tools))
+        return super().extend(sampled, messages, tools)
+
+
+async def played(agent: list[str], customer: list[str], seed: int = 3) -> tuple[Any, Recording]:
+    env = Service(user="model", levels=[2])
+    policy = Recording({False: agent, True: customer}, env.template_format)
+    task = Task(index=0, env="agentrl/Service-v0", seed=seed)
+    trajectory, _ = await play_text(env, task, policy, Rollout(max_context=1 << 30))
+    return trajectory, policy
+
+
+async def test_a_model_plays_the_customer_in_a_conversation_of_its_own_and_without_tools() -> None:
+    task = make_task(3, levels=[2])
+    assert task.kind == "length" and "May I have your customer number" in str(task.gold[0])
+    agent, numbers = gold_of(task), " ".join(task.knows.values())
+    customer = ["A longer booking, please.", numbers, "Yes, go ahead.", "Thanks. Goodbye!"]
+    trajectory, policy = await played(agent, customer)
+    assert (trajectory.outcome, trajectory.success) == (1.0, True) and agent == []
+    roles = [turn.role for turn in trajectory.turns]
+    assert roles == [CUSTOMER, POLICY, CUSTOMER, *[POLICY] * 4, CUSTOMER, *[POLICY] * 2, CUSTOMER]
+    assert policy.shown == [0 if role == CUSTOMER else 9 for role in roles]
+    assert (Service(user="model").roles, Service().roles) == ((POLICY, CUSTOMER), ())
+    first, *_ = trajectory.start
+    assert "Yrsa Dahlem" in first["content"] and "The rules of the house" not in first["content"]
+
+
+async def test_what_a_model_writes_as_the_customer_is_words_and_its_thoughts_are_its_own() -> None:
+    agent = gold_of(make_task(3, levels=[2]))
+    thoughts = "<think>Should I agree to 292.50 euros? Goodbye.</think>"
+    customer = [f"Hello. {CALL}", "Here.", f"{thoughts}Too much. {CALL}", "Goodbye."]
+    trajectory, _ = await played(agent, customer)
+    assert trajectory.outcome == 0.0 and agent == []
+    heard = [turn.step.observation[-1] for turn in trajectory.turns if turn.step and turn.role == CUSTOMER]
+    assert [message["role"] for message in heard] == ["user"] * 4
+    assert [heard[0]["content"], heard[2]["content"]] == [f"Hello. {CALL}", f"Too much. {CALL}"]
+    last = trajectory.turns[-1].step
+    assert last and last.info["broken_rules"] == ["changed something without the customer's consent"]
+
+
+async def test_what_an_agent_thinks_does_not_reach_a_customer_that_a_model_plays() -> None:
+    env = Service(user="model")
+    await env.areset(seed=0)
+    await env.astep("Hello.")
+    messages, *_, info = await env.astep(f"<think>secret</think>{env._drawn.gold[-1]}")
+    assert messages == ({"role": "user", "content": env._drawn.gold[-1]},) and info == {"role": CUSTOMER}
+    assert env.tool_schemas() == []
+
+
+async def test_nothing_of_either_role_is_dropped() -> None:
+    await check_nothing_dropped(lambda: Service(user="model"), seeds=range(3), actions=["Goodbye.", "Yes.", CALL])
+
+
+def test_the_checker_finds_nothing_of_two_roles() -> None:
+    assert agentrl.check_env(lambda: Service(user="model"), actions=["Yes.", "42.00 euros?", "Goodbye."]).findings == ()

@@ -2,6 +2,7 @@
 
 desk        the database and its writes      texts       the rules of the house
 customer    the scripted customer            facts       amounts and days in a message
+model_customer   a customer that a model plays
 draft, kinds, tasks   a seed makes a task    environment `Service`
 """
 

@@ -17,7 +17,7 @@ from agentrl_environments.service.facts import Facts, plain_text, read_facts
 
 
 class Ending(StrEnum):
-    """What ends a wish for the customer."""
+    """The end of a wish, for the customer."""
 
     MONEY = "money"
     """An amount was stated."""
@@ -170,8 +170,8 @@ class ScriptedCustomer:
         return self._bring_back(self._phrase(_YES))
 
     def _insist(self, wish: Wish) -> str:
-        """Repeat a refused wish in other words, or give it up. A wish that the rules allow is never given up with
-        content, so that a wrong refusal is no way out."""
+        """Repeat a refused wish in other words, or give it up. A customer that was refused wrongly is not content, so
+        that a refusal is no way out."""
         if self._pleas_used < len(wish.pleas):
             self._pleas_used += 1
             return wish.pleas[self._pleas_used - 1]

@@ -1,8 +1,8 @@
 """`Service`: a desk of a bicycle rental that a customer writes to. Scores the database, the rules and the words.
 
-The customer is a state machine (`agentrl_environments.service.customer`). Its words are text of a user message, and the
-agent's words are text for it: a tool runs only where the tool format reads a call. The goal is not in the database that
-the tools read.
+The customer is a state machine (`agentrl_environments.service.customer`), or a role of the episode that a model plays
+(`agentrl_environments.service.model_customer`). Its words are text of a user message, and the agent's words are text
+for it: a tool runs only where the tool format reads a call. The goal is not in the database that the tools read.
 """
 
 from __future__ import annotations
@@ -12,42 +12,54 @@ from typing import Any, Literal
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv, tool
 from agentrl.env.checks.oracles import Oracle, say, script
+from agentrl.env.core import ResetResult, StepResult
+from agentrl.env.tools.parsers import ToolFormat, format_of
 from agentrl.errors import ConfigError
-from agentrl.records import Json
+from agentrl.records import POLICY as AGENT
+from agentrl.records import Json, Message
 from agentrl_environments.service.desk import BIKES, Bike, Desk, Refund, euros, shift_day
 from agentrl_environments.service.draft import SPLITS, Move, Split
 from agentrl_environments.service.facts import read_facts
+from agentrl_environments.service.model_customer import CUSTOMER, WORDS_ONLY, ModelCustomer
 from agentrl_environments.service.tasks import LEVELS, check_levels, make_task
 from agentrl_environments.service.texts import POLICY
 
+User = Literal["scripted", "model"]
 _TEXTS = ("name", "note", "remark")
 
 
 class Service(ToolEnv):
     """`agentrl/Service-v0`: serve one customer by the rules of the house, with tools that read and change a database.
 
-    `levels`: which of 1 (a lookup), 2 (a change), 3 (a change that a rule bears on) and 4 (what a rule forbids, changes
+    `levels`: which of 1 (a lookup), 2 (a change), 3 (a change with a rule to check) and 4 (what a rule forbids, changes
     of mind) are drawn. `split`: `train` or `held_out`, whose customers have other names. Outcome: 1 if the database is
-    the goal's, no rule was broken, the customer heard what it had to, and left content; else 0. Reset options, for
-    tests: `name` of the customer, `note` of its bookings, and a `remark` that ends each of its messages."""
+    the goal's, no rule was broken, the customer heard what it had to, and left content; else 0. `user`: `scripted`, or
+    `model`: the role `customer` speaks, and `[rollout.roles]` says which model plays it. Reset options, for tests:
+    `name` of the customer, `note` of its bookings, and a `remark` that ends each message of a scripted one."""
 
     system = POLICY
     limits = EpisodeLimits(turns=30)
     blocking = False
     replayable = True
+    roles: tuple[str, ...] = ()
+    """The roles of the episode, for `[rollout.roles]`; none where the customer is scripted."""
 
     def __init__(
         self,
         *,
         levels: Sequence[int] = LEVELS,
         split: Split = "train",
-        user: Literal["scripted"] = "scripted",
+        user: User = "scripted",
         **settings: Any,
     ) -> None:
         if split not in SPLITS:
             raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
-        if user != "scripted":
-            raise ConfigError("user", user, "give 'scripted'")
+        if user not in ("scripted", "model"):
+            raise ConfigError("user", user, "choose one of scripted, model")
+        self._is_modelled, self._is_customers_turn = user == "model", False
+        if self._is_modelled:
+            self.roles = (AGENT, CUSTOMER)
+            settings = {"limits": EpisodeLimits(turns=60), **settings}  # of both roles
         self._levels = check_levels(levels)
         self._split: Split = split
         super().__init__(**settings)
@@ -60,25 +72,64 @@ class Service(ToolEnv):
         name, note = task.get("name"), str(task.get("note", ""))
         drawn_task = self._drawn = make_task(task["seed"], self._split, self._levels, name=name, note=note)
         self._desk = Desk(drawn_task.database).copy()
-        self._customer = drawn_task.customer(str(task.get("remark", "")))
+        self._customer = ModelCustomer() if self._is_modelled else drawn_task.customer(str(task.get("remark", "")))
         self._identified = ""
         self._has_consent = False
         self._broken_rules: list[str] = []
         self._cents, self._days, self._cents_before_write = set[int](), set[str](), set[int]()
         self.note(level=drawn_task.level, kind=drawn_task.kind)
-        return self._customer.opening()
+        return "" if isinstance(self._customer, ModelCustomer) else self._customer.opening()
 
-    def on_text(self, text: str) -> str:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        self._is_customers_turn = False
+        messages, info = await super().areset(seed=seed, options=options)
+        if not isinstance(self._customer, ModelCustomer):
+            return messages, info
+        # The customer speaks first, as the scripted one does; the agent's first messages wait until it has.
+        self._customer.agent_begins = messages[:-1]
+        self._is_customers_turn = True
+        return self._customer.brief(self._drawn), {**info, "role": CUSTOMER}
+
+    async def astep(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = await super().astep(action)
+        if self._is_customers_turn and not (terminated or truncated):
+            info = {**info, "role": CUSTOMER}
+        return observation, reward, terminated, truncated, info
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        return [] if self._is_customers_turn else super().tool_schemas()
+
+    @property
+    def _format(self) -> ToolFormat:
+        # Whatever a model writes as the customer is words: a call in it must never reach a tool.
+        return WORDS_ONLY if self._is_customers_turn else super()._format
+
+    def on_text(self, text: str) -> str | Sequence[Message]:
+        if self._is_customers_turn and isinstance(self._customer, ModelCustomer):
+            return self._hear_customer(self._customer, text)
         # Thoughts are not said aloud: a customer that heard them would hear amounts that the agent only considered.
         words = self._format.parse(text, self.schemas).text
         facts = read_facts(words)
         self._cents |= facts.cents
         self._days |= facts.days
+        if isinstance(self._customer, ModelCustomer):
+            self._is_customers_turn, self._has_consent = True, False
+            return words.strip() or "(The desk writes nothing.)"
         reply = self._customer.answer(words)
         self._has_consent = self._customer.agrees
         if self._customer.is_over:
             self.finish()
         return reply
+
+    def _hear_customer(self, customer: ModelCustomer, text: str) -> str | Sequence[Message]:
+        """The messages for the agent, of words that a model wrote as the customer."""
+        self._is_customers_turn = False
+        words = text[len(format_of(self).parse(text).head) :].strip()
+        agent_reads = customer.hear(words)
+        self._has_consent = customer.agrees
+        if customer.is_over:
+            self.finish()
+        return agent_reads
 
     # --- tools that read
 
@@ -220,6 +271,8 @@ class Service(ToolEnv):
         return Grade(outcome=float(is_success), success=is_success, info=checks)
 
     def oracles(self) -> list[Oracle]:
+        if self._is_modelled:
+            return []
         gold_actions = [self._written(move) for move in self._drawn.gold]
         unidentified = [action for action in gold_actions if "identify_customer" not in action]
         return [

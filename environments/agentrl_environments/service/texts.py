@@ -43,3 +43,4 @@ BIKE_NAMES: Final = {
     "electric": "electric bike",
     "tandem": "tandem",
 }
+A_BIKE: Final = {bike: f"a{'n' * bike.startswith('e')} {bike_name}" for bike, bike_name in BIKE_NAMES.items()}
