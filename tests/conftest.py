@@ -21,11 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from agentrl import notices
+from agentrl import notices, registry
 from agentrl.host.janitor import OwnedFolder
 
 # Torch reads it as it loads. The products here are tiny: more threads wait for one another, on a busy machine for long.
@@ -36,6 +37,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def notice_board() -> None:
     """A notice is logged once in a process: each test begins with none."""
     notices.OF_PROCESS.forget()
+
+
+@pytest.fixture(autouse=True)
+def registrations() -> Generator[None]:
+    """What a test registers ends with it: other tests of the process list all ids, and see none of its."""
+    with mock.patch.dict(registry._registered):
+        yield
 
 
 # Property tests judge what the code does, not how busy the machine is.
