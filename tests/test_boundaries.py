@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import trio
 from each_case import each_case
 
@@ -471,6 +472,7 @@ def without(sample: Any, change: Callable[[Any], Any], place: str) -> Any:
     return None
 
 
+@pytest.mark.medium
 @each_case("boundary", BOUNDARIES)
 def test_nothing_from_outside_is_dropped_in_silence(boundary: Boundary, tmp_path: Path) -> None:
     def seen(value: Any) -> tuple[str, Any]:

@@ -102,6 +102,7 @@ def test_what_is_no_run_file_or_no_folder_is_one_line(tmp_path: Path) -> None:
         assert "config.json is no configuration" in one_line(stderr)
 
 
+@pytest.mark.medium
 def test_an_evaluation_replaces_no_run_that_trained(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
     words = ("eval", "agentrl/tiny-coder", "--env", "agentrl/Calculator-v0", "--n", 2, "--out", run.path)
@@ -125,6 +126,7 @@ def test_an_evaluation_shows_episodes_word_for_word() -> None:
     assert stdout.count("Use the calculator, then submit the result.") == 2
 
 
+@pytest.mark.medium
 def test_a_module_of_the_working_folder_is_found_as_its_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_module_of_the_working_folder_is_found_as_its_file_is(
     )
 
 
+@pytest.mark.medium
 def test_version_and_help_have_their_usual_names() -> None:
     from importlib.metadata import version
 
@@ -268,6 +271,7 @@ def test_play_that_is_left_says_no_outcome() -> None:
         assert stdout.count("[user]") == 1 and "episode over" not in stdout
 
 
+@pytest.mark.medium
 @each_case(
     ("arguments", "says"),
     [

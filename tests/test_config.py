@@ -196,6 +196,7 @@ def test_json_carries_the_whole_configuration() -> None:
     assert config.from_json(config.to_json(parsed)) == parsed
 
 
+@pytest.mark.medium
 def test_the_page_of_all_keys_is_that_of_the_code() -> None:
     from agentrl.config.reference import all_keys, page
 
@@ -210,6 +211,7 @@ def test_the_page_of_all_keys_is_that_of_the_code() -> None:
     assert {name for name in found if name.startswith("algo.")} == theirs
 
 
+@pytest.mark.medium
 def test_the_page_says_in_words_which_values_a_key_takes() -> None:
     from agentrl.config.reference import all_keys, first_keys
 

@@ -66,6 +66,7 @@ def test_that_fails_as_it_must(): assert False
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("first", "found"),
     [("", {"failed": 1, "xfailed": 1}), ("pytest.importorskip('nowhere', reason='pip install it')", {"errors": 1})],
@@ -106,6 +107,7 @@ def test_that_hangs():
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "with a worker"])
 def test_law_4_a_killed_pytest_leaves_no_process_of_its_tests(pytester: pytest.Pytester, options: list[str]) -> None:
     pytester.makeconftest(CONFTEST)
@@ -146,6 +148,7 @@ def test_that_hangs(docker_engine):
 """
 
 
+@pytest.mark.medium
 @pytest.mark.docker
 def test_law_4_a_killed_pytest_leaves_no_docker_engine(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def nobody(members: Sequence[Member]) -> list[float]:
     return [0.0 for _ in members]
 
 
+@pytest.mark.medium
 @each_case(
     ("settings", "expected"),
     [

@@ -45,11 +45,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "my_env"
 
 
+@pytest.mark.medium
 def test_its_own_tests_pass_as_they_are(package: Path) -> None:
     said = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert "14 passed" in said
 
 
+@pytest.mark.medium
 def test_installed_it_is_found_by_its_id(package: Path, tmp_path: Path) -> None:
     """The wheel that its pyproject builds, unpacked as an installer would."""
     run(package, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})")

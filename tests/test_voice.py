@@ -80,6 +80,7 @@ def test_a_name_is_banned_for_a_word_in_it_where_it_is_bound(
     assert sorted(place.text for place in measures.places["banned names"]) == sorted(banned)
 
 
+@pytest.mark.medium
 def test_our_code_keeps_to_the_goals_of_0(voice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     measures = voice.Measures()

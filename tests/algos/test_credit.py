@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from each_case import each_case
 from torch import Tensor
@@ -144,6 +145,7 @@ def expected_estimate(
     return estimate, exact
 
 
+@pytest.mark.medium
 @each_case(("members", "weight"), [(2, 0.0), (2, 1.0), (2, 0.4), (3, 1.0)])
 def test_leave_one_out_is_unbiased_where_the_policy_decides_when_to_stop(members: int, weight: float) -> None:
     estimate, exact = expected_estimate(members, "leave_one_out", "none", weight)

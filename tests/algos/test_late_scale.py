@@ -126,6 +126,7 @@ def groups(draw: st.DrawFn) -> list[Episode]:
     return [episode() for _ in range(draw(st.integers(2, 6)))]
 
 
+@pytest.mark.medium
 @each_case("kind", list(SCALED))
 @settings(max_examples=25, deadline=None)
 @given(episodes=groups())
@@ -152,6 +153,7 @@ def test_a_late_member_earns_at_most_what_it_would_in_time(kind: str, episodes: 
     assert (late[-1].abs() <= in_time[-1].abs() * 2 * (n + 1) / n + 1e-9).all()
 
 
+@pytest.mark.medium
 @each_case("kind", [kind for kind in SCALED if kind not in ("no baseline", "siblings' sources", "maxrl, process")])
 @settings(max_examples=25, deadline=None)
 @given(episodes=groups(), late=st.integers(0, 1))

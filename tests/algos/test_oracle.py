@@ -13,6 +13,7 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from each_case import each_case
 from torch import Tensor
@@ -150,6 +151,7 @@ def stated(kind: str) -> list[str]:
     return [f"{fresh.scale:.3f}", *(f"{enumerated(kind, lag).bias:.3f}" for lag in (0, 4, 8)), of_late]
 
 
+@pytest.mark.medium
 @each_case("kind", KINDS)
 def test_the_page_says_how_far_off_each_algorithm_is(kind: str) -> None:
     row = f"| `{kind}`, as it is | {' | '.join(stated(kind))} |"

@@ -166,6 +166,7 @@ def test_plain_gae_is_biased_for_stale_actions_and_each_correction_is_nearer() -
     assert distance(0, importance="none") < 1e-9
 
 
+@pytest.mark.medium
 def test_less_the_others_mean_it_is_as_exact() -> None:
     """All steps of two episodes, each as likely as it is, eight steps late."""
     theta, older = tables(8)

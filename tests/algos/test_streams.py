@@ -163,6 +163,7 @@ def enumerated(scale: StreamScale) -> tuple[Tensor, list[Tensor], list[float]]:
     return estimate.detach(), gradients, inverse
 
 
+@pytest.mark.medium
 def test_with_the_siblings_spread_the_expected_gradient_is_a_mixture_of_the_streams_gradients() -> None:
     estimate, (of_outcome, of_first, of_second), inverse = enumerated("leave_one_out")
     expected = inverse[0] * of_outcome + 0.6 * (1.0 * inverse[1] * of_first + 0.25 * inverse[2] * of_second)

@@ -76,6 +76,7 @@ def load(name: str, path: Path) -> tuple[str, dict[str, object]]:
     return "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}
 
 
+@pytest.mark.medium
 def test_an_engine_does_not_remove_what_somebody_names(server: Server, other_user: OtherUser, shared: Path) -> None:
     """By a folder of the attacker's with the name of an inbox, and in one that leads elsewhere."""
     mine = adapter(shared / "home" / "final")

@@ -74,6 +74,7 @@ def test_no_port_of_the_ranks_takes_orders_or_disturbs_a_step(
     assert two.ledger.names(0) == two.ledger.names(1)
 
 
+@pytest.mark.medium
 @pytest.mark.other_user
 def test_the_file_in_which_ranks_meet_is_closed_to_others(two: Leader, other_user: OtherUser) -> None:
     store = Path(two._member.store.path)  # pyright: ignore

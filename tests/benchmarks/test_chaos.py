@@ -76,6 +76,7 @@ def test_a_run_whose_disk_was_full_goes_on_and_what_it_wrote_is_brought_out(tmp_
     assert json.loads((out / "summary.json").read_text())["steps"] == 30
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["pause", "cut", "garbage"])
 def test_a_fault_that_silently_does_nothing_is_a_violation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -16,6 +16,7 @@ async def test_nothing_is_left_of_a_few_episodes() -> None:
     assert len(found["memory_kib"]) == 12
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_a_box_that_nobody_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool closes its backend, which closes all boxes: what is left here is a descriptor that a teardown forgot."""

@@ -11,6 +11,7 @@ from process_rewards import seconds_per_step
 from agentrl.models.resolve import model_dir
 
 
+@pytest.mark.medium
 def test_a_learner_that_is_slower_than_its_episodes_sets_the_pace() -> None:
     assert seconds_per_step(slow=False, seed=1, max_lag=4, step_s=30.0, steps=13) == 30.0
 

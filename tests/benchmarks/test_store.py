@@ -72,6 +72,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.medium
 @each_case("name", NAMES)
 def test_a_call_does_the_same_work_with_ten_times_the_episodes(work: dict[str, tuple[int, int]], name: str) -> None:
     small, large = work[name]

@@ -232,6 +232,7 @@ def test_a_loss_that_cannot_be_one_and_a_step_without_gradients_are_refused(play
         Learner(MODEL, train={"learning_rate": 1e-3})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("dtype", "apart", "other"),
     [  # the weights before that step are 8 nats off; roundings of bfloat16 were seen to be 0.07
@@ -267,6 +268,7 @@ def test_published_weights_sample_with_their_version_and_logprobs_are_the_learne
 # --- a journaled rollout, and interrupts
 
 
+@pytest.mark.medium
 def test_a_rollout_into_a_buffer_runs_as_far_ahead_as_its_lag_bound_and_needs_published_weights(
     fleet: sync.EngineFleet, tmp_path: Path
 ) -> None:

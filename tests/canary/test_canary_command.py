@@ -64,6 +64,7 @@ def names(report: Report) -> list[str]:
 # --- healthy
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["generate", "sglang", "echo"])
 def test_a_healthy_float32_server_has_no_fault(way: str, servers: dict[str, str], folders: Folders) -> None:
     url = servers["sglang" if way == "sglang" else "float32"]
@@ -76,12 +77,14 @@ def test_a_healthy_float32_server_has_no_fault(way: str, servers: dict[str, str]
     assert report.mode == (None if way == "echo" else "processed")
 
 
+@pytest.mark.medium
 def test_a_healthy_bfloat16_server_has_no_fault(servers: dict[str, str], folders: Folders) -> None:
     report = look(servers["bfloat16"], folders.exact, dtype="bfloat16", candidates=[folders.rounded, folders.other])
     assert (report.faults, report.unknown) == ([], [])
     assert all(row.mean > 1e-4 for row in report.depths)
 
 
+@pytest.mark.medium
 def test_a_healthy_adapter_has_no_fault(servers: dict[str, str], folders: Folders) -> None:
     options: Any = {"adapter": folders.adapter, "name": "adapter", "candidates": [folders.other_adapter, folders.other]}
     assert look(servers["float32"], folders.rounded, **options).faults == []
@@ -137,6 +140,7 @@ def test_other_weights_and_templates_are_named(
     assert evidence in report.faults[0].evidence
 
 
+@pytest.mark.medium
 def test_a_young_adapter_is_seen_by_its_direction_and_one_that_moves_nothing_is_not_judged(
     servers: dict[str, str], folders: Folders
 ) -> None:
@@ -156,6 +160,7 @@ def test_bfloat16_in_the_place_of_float32_is_named(servers: dict[str, str], fold
     assert "it computes in bfloat16, not in float32" in report.faults[0].evidence
 
 
+@pytest.mark.medium
 def test_two_faults_are_both_named(servers: dict[str, str], folders: Folders) -> None:
     report = look(servers["bfloat16"], folders.no_bos_template, candidates=[folders.exact])
     assert names(report) == ["chat_template", "other_checkpoint", "dtype"]
@@ -205,6 +210,7 @@ def test_a_prefix_that_was_computed_by_other_weights_is_named(servers: dict[str,
     assert names(report) == ["stale_prefix_cache"]
 
 
+@pytest.mark.medium
 def test_processed_log_probs_are_a_fault_where_raw_ones_are_expected(servers: dict[str, str], folders: Folders) -> None:
     assert names(look(servers["float32"], folders.rounded, expected_mode="processed")) == []
     assert names(look(servers["float32"], folders.rounded, expected_mode="raw")) == ["logprobs_mode"]
@@ -213,6 +219,7 @@ def test_processed_log_probs_are_a_fault_where_raw_ones_are_expected(servers: di
 # --- the command
 
 
+@pytest.mark.medium
 def test_the_command_prints_a_table_and_faults_and_ends_with_their_code(
     servers: dict[str, str], folders: Folders
 ) -> None:

@@ -95,6 +95,7 @@ def groups(case: Case, *, turns: int, rng: random.Random) -> None:
             live[id] = case.requests[f"{id}/{turn}"].tokens + prompt(rng.randrange(999), rng.randrange(1, 9))
 
 
+@pytest.mark.medium
 @each_case(
     "settings",
     [

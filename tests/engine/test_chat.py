@@ -166,6 +166,7 @@ def test_a_parser_that_is_not_there_is_one_line() -> None:
         parser_at("nowhere:Nothing")
 
 
+@pytest.mark.medium
 async def test_the_engine_client_still_gets_its_tokens(chat: httpx.AsyncClient) -> None:
     async with aclosing(EngineClient("http://localhost", transport=chat._transport)) as client:
         assert await client.healthy(deadline_s=60)

@@ -166,6 +166,7 @@ async def test_weights_change_in_mid_turn_and_every_token_has_its_version(
     assert live == versions[: len(live)]
 
 
+@pytest.mark.medium
 async def test_an_aborted_turn_goes_on_with_the_tokens_it_has(
     client: EngineClient, kind: Kind, endless_dir: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, model_dir: Path)
         read(tmp_path / "nowhere", read_architecture(model_dir), name="x", key=-1)
 
 
+@pytest.mark.medium
 async def test_a_version_has_the_adapters_of_all_roles(server: Server, model_dir: Path, tmp_path: Path) -> None:
     """Loaded, sampled from and retired together; a past self stays, under names of its own."""
     old, new = policies(model_dir, seed=1), policies(model_dir, seed=2)

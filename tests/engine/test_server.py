@@ -417,6 +417,7 @@ async def test_launching_what_cannot_be_served_says_why(tmp_path: Path) -> None:
             raise AssertionError("it cannot be up")
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc keeps less, or none")
 async def test_weights_that_were_replaced_leave_the_process(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}

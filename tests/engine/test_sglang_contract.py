@@ -213,6 +213,7 @@ def test_a_setting_that_sglang_has_not_is_refused_by_name(engine: dict[str, Any]
         config.parse({"model": "m", "env": {"id": "agentrl/Blackjack-v0"}, "engine": {"kind": "sglang", **engine}})
 
 
+@pytest.mark.medium
 def test_the_embedded_engine_answers_as_their_types_do(model_dir: Path, tmp_path: Path) -> None:
     server = Server(model_dir, tmp_path, "--api", "sglang", "--stream-tokens", "4")
     try:

@@ -112,6 +112,7 @@ def test_a_server_needs_what_the_transport_asks_of_it() -> None:
     assert needed(transport_of("adapter")) == plain | {Need.WEIGHTS, Need.LORA}
 
 
+@pytest.mark.medium
 def test_no_part_of_a_run_asks_for_a_transport_by_its_name() -> None:
     """They ask for its `form`: else a new transport would have to be added to each of them."""
     found: list[str] = []

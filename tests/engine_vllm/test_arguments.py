@@ -168,6 +168,7 @@ def test_drafts_are_refused_with_the_build_that_tells_wrong_log_probs_of_them(gi
     replace(one, build=CUDA).prepare()
 
 
+@pytest.mark.medium
 def test_a_run_asks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[VLLMServer] = []
     monkeypatch.setattr(engine_process.vllm, "find_build", lambda **_: CUDA)

@@ -254,6 +254,7 @@ BROKEN = [
 _reports: dict[type, EnvReport] = {}
 
 
+@pytest.mark.medium
 @each_case(("cls", "check", "problem", "line"), BROKEN)
 def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeypatch):
     if check != "answers_any_text":
@@ -342,6 +343,7 @@ class NoDocstring(GradesBadly):
     def look(self, at: int): ...
 
 
+@pytest.mark.medium
 @each_case(
     ("cls", "check", "problem", "line"),
     [

@@ -80,6 +80,7 @@ def parameter(draw: Any) -> tuple[dict[str, Any], Any]:
     return {"type": "object", "properties": {"x": schema}}, value
 
 
+@pytest.mark.medium
 @settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
 @given(made=parameter())
 def test_what_is_called_is_what_the_tool_reads(made: tuple[dict[str, Any], Any]) -> None:

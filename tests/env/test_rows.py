@@ -247,6 +247,7 @@ def busy(prompt: Any, completion: str, row: Any) -> float:
     return 1.0
 
 
+@pytest.mark.medium
 def test_waiting_for_a_process_is_the_hosts_time(tmp_path: Path) -> None:
     """Ten answers at once, two functions, one process that takes 2 s to start: the last answer waits for some 6 s, and
     neither its step (4 s) nor a function (4 s) has run out of time. An answer that nobody waits for is not judged.
@@ -294,6 +295,7 @@ def test_a_function_that_abstains_has_no_score(processes: int) -> None:
     assert [[name.rpartition(":")[2] for name in info["scores"]] for info in infos] == [["sparse", "same"], ["same"]]
 
 
+@pytest.mark.medium
 def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pytest.LogCaptureFixture) -> None:
     one = env("same", "hangs", reward_s=2.0, processes=1)
     assert outcome(one, "hang", answer="hang") == 1.0, "what has answered counts"

@@ -132,6 +132,7 @@ def test_an_unknown_format_names_the_known_ones():
         get_format("hremes")
 
 
+@pytest.mark.medium
 @each_case("name", FORMATS)
 @settings(max_examples=20)
 @given(data=st.data())
@@ -180,6 +181,7 @@ def test_law_3_a_schema_that_is_none_breaks_no_reader(name):
         assert parsed.calls == (ToolCall("f", {"a": "x"}),), parameters
 
 
+@pytest.mark.medium
 @each_case("name", FORMATS)
 def test_a_long_text_is_read_in_time(name):
     """An action is some thousand tokens; catastrophic backtracking in it would take minutes. The pieces are what a call
@@ -212,6 +214,7 @@ class Counting(json.JSONDecoder):
             self.read += end - idx
 
 
+@pytest.mark.medium
 @each_case(
     "name, piece",
     [
@@ -261,6 +264,7 @@ def test_the_texts_of_broken_calls_take_no_more_than_the_text():
     assert sum(len(call.raw) for call in get_format("harmony").parse(text).calls) <= len(text)
 
 
+@pytest.mark.medium
 @each_case("name", FORMATS)
 @given(text=st.text() | tag_soup)
 @settings(max_examples=60)

@@ -96,6 +96,7 @@ QUESTIONS: list[tuple[str, str, Spoil]] = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(2))
 def test_defects_of_questions_are_found_where_they_are(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -123,6 +124,7 @@ def test_defects_of_questions_are_found_where_they_are(seed: int, tmp_path: Path
     assert found.flakes.low < found.flakes.share < found.flakes.high
 
 
+@pytest.mark.medium
 def test_an_answer_that_wins_too_often_is_named(tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = [{**question(rng, number), "answer": "yes" if rng.random() < 0.9 else "no"} for number in range(40)]
@@ -289,7 +291,7 @@ HARBOR: dict[Callable[[Path], None], tuple[str, str]] = {
 
 
 @boxed
-@pytest.mark.slow
+@pytest.mark.long
 def test_defects_of_harbor_folders_are_found_where_they_are(tmp_path: Path) -> None:
     rng = random.Random(5)
     tasks = tmp_path / "tasks"

@@ -45,6 +45,7 @@ async def runner() -> AsyncIterator[Runner]:
     await boxes.aclose()
 
 
+@pytest.mark.medium
 async def test_demonstrations_and_environment_say_the_same() -> None:
     """What the expert was told in-process is what the boxes answer, word for word, and the grade agrees."""
     for seed in range(12):
@@ -130,6 +131,7 @@ async def test_prints_and_patches_change_no_value(runner: Runner) -> None:
     assert await runner.run("print('= 7')\ndef f(x):\n    print(x)\n    return x", ["f(1)"]) == ("1",)
 
 
+@pytest.mark.medium
 async def test_an_endless_module_is_ended_and_not_remembered() -> None:
     from agentrl.sandbox import backend
 
@@ -259,6 +261,7 @@ def test_it_is_a_gymnasium_environment() -> None:
     environment.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "settings",
     [
@@ -275,6 +278,7 @@ async def test_oracles_get_what_they_must(settings: dict[str, Any]) -> None:
         assert all(verdict.got in (0.0, 1.0) for verdict in verdicts), (seed, verdicts)
 
 
+@pytest.mark.medium
 def test_it_keeps_the_contract() -> None:
     assert agentrl.check_env("agentrl/CodeRepair-v0").findings == ()
 

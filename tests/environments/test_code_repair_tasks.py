@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 
+import pytest
 from each_case import each_case
 
 from agentrl_environments.code_repair.demonstrations import demonstrate
@@ -51,6 +52,7 @@ def test_a_seed_is_the_same_task_in_another_process() -> None:
         assert printed.splitlines() == [str(make_task(seed, "train")) for seed in range(5)]
 
 
+@pytest.mark.medium
 @each_case("split", SPLITS)
 def test_one_line_repairs_the_module_and_the_hidden_tests_know(split: Split) -> None:
     for task in tasks(split):
@@ -67,6 +69,7 @@ def test_the_visible_tests_pin_the_repair_down() -> None:
                 assert passes(edit.source, task.hidden), (task, edit)
 
 
+@pytest.mark.medium
 def test_no_function_is_in_two_splits() -> None:
     """Neither as it should be, nor with its bug, nor as the one that is right; not even its header with other code."""
     train, held_out = tasks("train", 600), tasks("held_out", 300)
@@ -123,6 +126,7 @@ def test_mutations_of_small_modules(source: str, edits: set[str]) -> None:
     assert all(with_line(source, mutation.line, mutation.text) == mutation.source for mutation in found)
 
 
+@pytest.mark.medium
 def test_the_expert_is_right_as_often_as_it_is_told_and_never_repeats_itself() -> None:
     rng = random.Random(0)
     first = [demonstrate(task, rng, skill=0.3) for task in tasks("train", 600)]

@@ -136,6 +136,7 @@ def test_law3_a_grader_that_scores_a_failure_of_its_machine_is_named(graders: st
     assert found.tasks[0].hindered == {"killed": None, "slowed": None, "starved": None}, "all were tried, none scored"
 
 
+@pytest.mark.medium
 def test_a_grader_is_timed_alone_and_on_a_busy_machine(graders: str, tmp_path: Path) -> None:
     names = ("right", "slow", "right too", "slow")
     found = checked(graders, tmp_path / "out", *names, loaded=4)
@@ -149,6 +150,7 @@ def test_a_grader_is_timed_alone_and_on_a_busy_machine(graders: str, tmp_path: P
     assert [task.alone_s for task in again.tasks] == [task.alone_s for task in found.tasks], "measured once"
 
 
+@pytest.mark.medium
 def test_the_load_is_that_of_a_sample_and_only_where_it_is_requested(graders: str, tmp_path: Path) -> None:
     found = checked(graders, tmp_path / "out", "slow", "slow 1", "slow 2", "slow 3", loaded=2)
     assert [task.loaded_s is not None for task in found.tasks] == [True, False, True, False]

@@ -213,6 +213,7 @@ class T(unittest.TestCase):
     assert (await judged(judge, source, tests)).passed == {"test_shop.T.test_secret_name"}
 
 
+@pytest.mark.medium
 @each_case(
     "line",
     [
@@ -314,6 +315,7 @@ class T(unittest.TestCase):
     assert set((await judged(judge, SOURCE, tests)).reasons) == {"test_shop.T.test_wrong"}
 
 
+@pytest.mark.medium
 @each_case("name", ["helper.py", "helper/__init__.py", "math.py", "unittest/__init__.py", "wire.py"])
 async def test_a_new_module_does_not_stand_in_front_of_a_helper_of_the_tests(judge: SourceJudge, name: str) -> None:
     """Nor of Python's own, nor of the judge's."""
@@ -354,6 +356,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.medium
 @given(PLAIN)
 def test_plain_data_survives_the_wire(value: Any) -> None:
     import json

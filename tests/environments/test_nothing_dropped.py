@@ -47,12 +47,14 @@ async def test_no_action_is_dropped(name: str) -> None:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("name", BOXED)
 async def test_no_action_in_a_box_is_dropped(name: str) -> None:
     await check_nothing_dropped(lambda: agentrl.make(f"agentrl/{name}-v0", **BOXED[name]), seeds=range(2), turns=8)
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_no_action_of_the_ready_tools_is_dropped() -> None:
     tools = ["python", "shell", "search", "read_file", "write_file", "apply_patch"]

@@ -11,6 +11,7 @@ from agentrl.env.checks.oracles import judge
 pytestmark = pytest.mark.docker
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", pytest.param("agentrl/RepoRepair-v0", marks=pytest.mark.long)])
 async def test_oracles_get_what_they_must(
     id: str,

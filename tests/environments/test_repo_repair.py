@@ -169,6 +169,7 @@ async def test_the_catalogue_says_what_the_boxes_say() -> None:
     await boxes.aclose()
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("level", ["easy", pytest.param("medium", marks=pytest.mark.long), "hard"])
 @pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.long), "held_out"])
@@ -179,6 +180,7 @@ async def test_oracles_get_what_they_must(split: str, level: str) -> None:
         assert [(verdict.name, verdict.got) for verdict in verdicts] == list(zip(names, [1, 0, 0, 0], strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_an_episode_with_all_tools() -> None:
     task = make_task(16)
@@ -203,6 +205,7 @@ async def test_an_episode_with_all_tools() -> None:
         assert terminated and (info["outcome"], info["mended"], info["kept"]) == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_a_feature_is_described_and_its_tests_are_hidden() -> None:
     seed = next(seed for seed in range(99) if make_task(seed, "train", "hard").breakage.kind == "feature")
@@ -242,6 +245,7 @@ async def test_the_declared_sources_are_the_work_also_once_the_episode_is_over()
         assert await env.artifacts() == encoded({**task.broken, **task.gold})
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_both_potentials_add_up() -> None:
     task = make_task(16)
@@ -269,6 +273,7 @@ async def test_it_also_plays_without_walls() -> None:
     assert [verdict.got for verdict in verdicts] == [1, 0, 0, 0]
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_whoever_ends_an_episode_to_solve_and_submit_earns_as_much_as_to_solve_and_dawdle(
     renderer: Any,  # noqa: F811

@@ -49,6 +49,7 @@ async def test_the_honest_policy_gets_its_reward() -> None:
         assert info["outcome"] == 1.0
 
 
+@pytest.mark.medium
 @each_case("hack", HACKS)
 async def test_a_hack_scores_nothing(hack: Hack) -> None:
     async with mending() as (env, task):
@@ -64,6 +65,7 @@ async def test_a_hack_scores_nothing(hack: Hack) -> None:
         assert fooled == hack.fools_naive
 
 
+@pytest.mark.medium
 @each_case("code", MODULE_HACKS.values())
 async def test_a_hack_of_a_module_scores_nothing(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the small modules of `CodeRepair`, whose expected values never enter a box either."""

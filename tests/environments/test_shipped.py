@@ -76,6 +76,7 @@ def test_gymnasiums_checker_passes_without_a_warning(name: str) -> None:
         env.close()
 
 
+@pytest.mark.medium
 @each_case(("id", "kwargs"), CASES)
 async def test_oracles_get_what_they_must(id: str, kwargs: dict[str, Any]) -> None:
     for seed in range(10):

@@ -89,6 +89,7 @@ def texts(trajectory: Trajectory, turn: int) -> list[str]:
     return [message["content"] for message in step.observation]
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_law_3_one_command_that_sleeps_is_ended_and_read(played: Any, fast_clock: MockClock) -> None:
     env = SWE()
@@ -98,6 +99,7 @@ async def test_law_3_one_command_that_sleeps_is_ended_and_read(played: Any, fast
     assert "share" in texts(trajectory, 0)[0]
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_law_3_a_module_that_sleeps_in_the_tests_of_a_repository(played: Any, fast_clock: MockClock) -> None:
     env = RepoRepair()
@@ -110,6 +112,7 @@ async def test_law_3_a_module_that_sleeps_in_the_tests_of_a_repository(played: A
     assert trajectory.outcome == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_law_3_a_module_that_sleeps_in_twelve_test_runs(played: Any, fast_clock: MockClock) -> None:
     env = CodeRepair()
@@ -122,6 +125,7 @@ async def test_law_3_a_module_that_sleeps_in_twelve_test_runs(played: Any, fast_
     assert trajectory.outcome == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize(
     ("new", "task"),

@@ -57,6 +57,7 @@ async def gold_of(new: type[CodingTasks], task: str, **kwargs: Any) -> str:
         await env.aclose()
 
 
+@pytest.mark.medium
 @boxed
 @pytest.mark.parametrize(("id", "count"), [("agentrl/SWE-v0", 5), ("agentrl/Harbor-v0", 3)])
 async def test_oracles_of_the_shipped_tasks_get_what_they_must(id: str, count: int) -> None:
@@ -109,6 +110,7 @@ async def test_the_agent_sees_neither_hidden_tests_nor_a_history(tmp_path: Path)
     assert said[0].split() == [".", "./inner", "./m.py"] and info["outcome"] == 0.0
 
 
+@pytest.mark.medium
 @boxed
 async def test_a_solution_counts_with_the_tests_deleted_and_half_of_one_does_not() -> None:
     env, gold = SWE(), await gold_of(SWE, LRU)
@@ -142,6 +144,7 @@ def forgery() -> str:
     return f"import os\nos.write(2, {log.encode()!r})\nos._exit(0)\n"
 
 
+@pytest.mark.medium
 @boxed
 @each_case("cheat", CHEATS)
 async def test_a_cheat_gets_nothing(cheat: str) -> None:
@@ -246,6 +249,7 @@ def image_row(folder: Path, hidden: str = "test_m.py") -> str:
     return str(folder / "rows.jsonl")
 
 
+@pytest.mark.medium
 @boxed
 async def test_a_repository_of_the_image_is_played_without_its_history(root: Path, tmp_path: Path) -> None:
     kwargs = {"tasks": image_row(tmp_path), "image": str(root)}
@@ -314,6 +318,7 @@ BUSYBOX_ROW = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.docker
 async def test_work_is_handed_in_from_an_image_with_busybox_alone(
     docker_engine: str,  # noqa: F811
@@ -371,6 +376,7 @@ if os.fork() == 0:
 '"""
 
 
+@pytest.mark.medium
 @boxed
 async def test_a_program_under_test_forges_a_shared_verifier_and_no_separate_one(tmp_path: Path) -> None:
     """The program writes the reward from a process that it leaves behind. Where the verifier runs it, it wins."""
@@ -387,6 +393,7 @@ async def test_a_program_under_test_forges_a_shared_verifier_and_no_separate_one
         assert (info["outcome"], info.get("shared")) == (outcome, True if outcome else None)
 
 
+@pytest.mark.medium
 @boxed
 async def test_the_forging_oracle_finds_a_verifier_that_runs_what_it_was_given(tmp_path: Path) -> None:
     """Its artifacts do not look like programs, and it runs one: validating it says so."""
@@ -411,6 +418,7 @@ async def test_an_error_of_a_tasks_image_names_the_task(tmp_path: Path) -> None:
         await env.aclose()
 
 
+@pytest.mark.medium
 @boxed
 async def test_setup_installs_from_an_allowed_host_and_the_agent_reaches_nothing(
     tmp_path: Path, nursery: trio.Nursery

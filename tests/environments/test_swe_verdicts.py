@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from each_case import each_case
 
 from agentrl.testing.printing import check_linear
@@ -97,6 +98,7 @@ def test_one_name_for_a_test_however_it_is_written() -> None:
     assert canonical("tests/a.py::Case::test_x[(1)]") == "tests/a.py::Case::test_x[(1)]"
 
 
+@pytest.mark.medium
 def test_a_log_costs_no_more_than_linear_time_and_memory() -> None:
     words = [
         "FAILED ",
@@ -209,6 +211,7 @@ def test_a_grade_counts_what_the_log_does_not_have() -> None:
     }
 
 
+@pytest.mark.medium
 def test_finding_ids_in_a_hostile_log_costs_no_more_than_linear_time() -> None:
     def look(text: str) -> None:
         log = read_log(text)

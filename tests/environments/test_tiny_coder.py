@@ -110,6 +110,7 @@ async def test_the_warm_start_knows_the_format_and_is_mostly_wrong() -> None:
     assert valid >= 0.95
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_the_warm_start_reads_the_tests() -> None:
     """With the tests of other tasks it has next to no success."""

@@ -192,6 +192,7 @@ ROW: dict[str, Any] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 def test_the_reason_of_a_missed_outcome_is_shown(tmp_path: Path) -> None:
     """A patch that does not fit, a deadline, a runner that is not there, a contradiction: none is just "got 0"."""
@@ -230,6 +231,7 @@ SHIPPED = {
 BOXED = {"CodeRepair", "Harbor", "RepoRepair", "SWE"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.bubblewrap] if name in BOXED else []) for name in SHIPPED]
 )

@@ -22,6 +22,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 RECIPES = {"gsm8k": {"rows": "examples/recipes/gsm8k/held_out.jsonl"}, "solver_verifier": {}, "tool_use": {}}
 
 
+@pytest.mark.medium
 @each_case("name", [*RECIPES, *EXAMPLES])
 async def test_no_answer_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -54,6 +54,7 @@ def run_boxed(*argv: str, timeout_s: float, policy_s: float = 60.0) -> tuple[Exe
     return trio.run(main, clock=HostClock())
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("one_processor")
 def test_a_program_without_a_processor_gets_its_seconds_later() -> None:
     """3 s of work within 4.5 s, on at most half of a processor: six seconds of wall time or more, the rest of which is
@@ -64,6 +65,7 @@ def test_a_program_without_a_processor_gets_its_seconds_later() -> None:
     assert result.duration_s > 4.5 and result.starved_s > 0.2
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("one_processor")
 def test_a_program_that_sleeps_is_not_starved() -> None:
     """It starts with next to no work: the start of an interpreter is starved as long as the machine is busy."""

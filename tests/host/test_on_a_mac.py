@@ -92,6 +92,7 @@ def test_a_group_of_zombies_is_no_error(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.medium
 def test_every_module_can_be_imported(tmp_path: Path) -> None:
     """But for those of packages that are not installed."""
     printed = on_a_mac(
@@ -121,6 +122,7 @@ def test_doctor_asks_for_nothing_that_no_mac_has(tmp_path: Path) -> None:
     assert "needs Linux" in printed and "sandbox = 'docker'" in " ".join(printed.split())
 
 
+@pytest.mark.medium
 def test_an_environment_is_made_checked_and_played(tmp_path: Path) -> None:
     on_a_mac(agentrl("new", "env", "my_env"), tmp_path)
     assert (tmp_path / "my_env").is_dir()

@@ -43,6 +43,7 @@ def test_what_collects_no_garbage_does_not_begin_to() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.medium
 def test_an_engine_of_a_text_model_loads_torch_and_no_transformers() -> None:
     absent = ("transformers", "torch._dynamo", "sympy", "torchao")
     code = (
@@ -55,6 +56,7 @@ def test_an_engine_of_a_text_model_loads_torch_and_no_transformers() -> None:
     assert done.stdout.strip() == "['torch']", done.stderr
 
 
+@pytest.mark.medium
 def test_a_tiny_model_is_made_without_a_word_of_other_packages(tmp_path: Path) -> None:
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("print('Failed to load a library')")

@@ -124,6 +124,7 @@ def test_grpo_trains_bit_for_bit_as_before_there_were_algorithms(qwen3_dir: Path
 # --- normalisation --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @each_case("normalise", ["token", "sequence", 8])
 def test_the_gradient_of_a_step_is_the_same_however_it_is_divided(
     qwen3_dir: Path, normalise: str | int, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +266,7 @@ def test_a_package_offers_an_algorithm_by_an_entry_point(qwen3_dir: Path) -> Non
         config.parse({**RUN_FILE, "algo": {"kind": "theirs", "strenth": 3.0}})
 
 
+@pytest.mark.medium
 @each_case("kind", [kind for kind in registry.ids("algorithms") if kind not in ("ppo", "distil")])
 @each_case("epochs", [1, 2])
 def test_every_kind_trains(qwen3_dir: Path, kind: str, epochs: int) -> None:

@@ -120,6 +120,7 @@ def layout(request: pytest.FixtureRequest, flex_backward: None, monkeypatch: pyt
     return LAYOUTS[request.param.split()[0]]
 
 
+@pytest.mark.medium
 @each_case("window", [None, 7])
 def test_a_node_gets_what_its_row_alone_would_give_it_and_so_do_the_gradients(
     window: int | None, layout: type[Layout]

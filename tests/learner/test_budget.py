@@ -104,6 +104,7 @@ def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Pat
     predicted(algo, {"tokens_per_batch": PROMPT + MEMBERS * SAMPLED, **settings}, folder)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("experts", "settings"),
     [
@@ -151,6 +152,7 @@ def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = 
     return found
 
 
+@pytest.mark.medium
 def test_what_an_optimizer_remembers_is_planned_by_its_kind(folder: Path) -> None:
     """Bytes of each parameter, of the policy's own; the embedding and vectors have moments of AdamW."""
     rows, found = rows_of(group(1), GRPO()), dict[str, float]()
@@ -184,6 +186,7 @@ def test_a_model_is_planned_from_its_configuration_alone(folder: Path, tmp_path:
     assert held(config.learner, bare, rows, on_gpu=False) == held(config.learner, folder, rows, on_gpu=False)
 
 
+@pytest.mark.medium
 def test_a_deep_model_follows_from_two_shallow_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, rows = run_config(), rows_of(group(1), GRPO())
     folder = save(tmp_path, 7, weights=False)
@@ -203,6 +206,7 @@ def of_pass(prompt: int, sampled: int, members: int) -> list[Row]:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: Path) -> None:
     """The rank's own layers over its own nodes, with the ranks beside it made up. Of two passes, since it has gathered

@@ -57,6 +57,7 @@ def reorder() -> None:
     Models.tensors = lambda self: dict(reversed(tensors(self).items()))  # pyright: ignore
 
 
+@pytest.mark.medium
 def test_a_rank_that_gathers_in_another_order_ends_the_learner_and_is_named(qwen3_dir: Path) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:

@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @each_case(("algo", "of_train"), CASES)
 def test_a_kill_between_step_and_checkpoint_loses_nothing_and_resumes_bit_for_bit(
     qwen3_dir: Path, tmp_path: Path, algo: dict[str, object], of_train: dict[str, object]
@@ -174,6 +175,7 @@ def test_a_kill_between_step_and_checkpoint_loses_nothing_and_resumes_bit_for_bi
     assert same(whole(straight), whole(again))
 
 
+@pytest.mark.medium
 @each_case("victim", ["critic", "optimizers", "rename"])
 def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

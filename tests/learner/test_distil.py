@@ -44,6 +44,7 @@ def sampled(student: Any, teacher: Any | None, seed: int) -> list[Group]:
     return groups
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("where", ["in the learner", "journaled"])
 def test_a_student_comes_near_its_teacher(tmp_path: Path, where: str) -> None:
     """The mean of log student - log teacher on the student's own tokens is the reverse KL, and falls."""

@@ -146,6 +146,7 @@ def difference(folder: Path, policy: PolicyModel, *lengths: int) -> tuple[float,
     return float((found.detach() - torch.cat(expected)).abs().max()), float(apart.norm() / whole.norm())
 
 
+@pytest.mark.medium
 @each_case("kind", list(FAMILIES))
 def test_a_family_is_computed_as_its_eager_attention_does(kind: str, tmp_path: Path) -> None:
     own, computed = FAMILIES[kind]

@@ -98,6 +98,7 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
     assert not torch.equal(learner.worker.passes.columns(pack)["proximal"], expected)
 
 
+@pytest.mark.medium
 @each_case("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])
 def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
     qwen3_dir: Path, train: dict[str, Any]
@@ -112,6 +113,7 @@ def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
     assert abs(told["kl_reference"]) > 0.01
 
 
+@pytest.mark.medium
 @each_case("train", [{}, {"lora_rank": 4, "minibatches": 2}])
 @each_case("algo", [{"reference": 2}, {"reference": 0.9}])
 def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_moved(
@@ -182,6 +184,7 @@ def sampled(learner: Learner, at: int, n: int) -> list[Group]:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", ["token", "episode"])
 def test_the_policy_moves_to_its_teacher_without_any_reward(qwen3_dir: Path, tmp_path: Path, level: str) -> None:
     teacher = tiny_qwen3(tmp_path / "teacher", seed=5)
@@ -207,6 +210,7 @@ def test_the_policy_moves_to_its_teacher_without_any_reward(qwen3_dir: Path, tmp
     assert divergence[0] > 0.5 and divergence[-1] < divergence[0] / 4
 
 
+@pytest.mark.medium
 def test_a_journaled_teacher_trains_as_one_in_the_learner(qwen3_dir: Path, tmp_path: Path) -> None:
     """What it said of each token is a column of the turn; a turn that has none costs nothing."""
     folder = tiny_qwen3(tmp_path / "teacher", seed=5)

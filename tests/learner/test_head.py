@@ -216,6 +216,7 @@ def long_pack() -> Pack:
     return pack
 
 
+@pytest.mark.medium
 def test_a_pass_at_a_large_vocabulary_stays_below_its_budget(tmp_path: Path) -> None:
     """Forward and backward; of the whole matrix several live at once."""
     policy, pack = PolicyModel(tiny_qwen3(tmp_path / "model", vocab=VOCAB), logits_mb=32), long_pack()

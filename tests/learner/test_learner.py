@@ -86,6 +86,7 @@ def tree_gradients(
     return report.loss, gradients
 
 
+@pytest.mark.medium
 @each_case(
     "algo",
     [
@@ -161,6 +162,7 @@ def bandit(learner: Learner, *, rewards: tuple[float, float] = (1.0, 0.0)) -> Gr
     )
 
 
+@pytest.mark.medium
 def test_the_rewarded_sequence_becomes_likely(qwen3_dir: Path) -> None:
     learner = Learner(run_config(train=Train(lr=1e-2, warmup_steps=0)).learner, qwen3_dir)
     before = sequence_logprob(learner, PROMPT, GOOD)

@@ -108,6 +108,7 @@ def test_an_adapter_of_another_shape_is_refused(qwen3_dir: Path, tmp_path: Path)
         learner_on(qwen3_dir, lora_targets=["q_proj"]).load(folder)
 
 
+@pytest.mark.medium
 @each_case(("make", "checkpointing"), [(tiny_qwen3, True), (mixture, False)])
 def test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one(
     make: Any, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

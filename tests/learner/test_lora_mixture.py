@@ -88,6 +88,7 @@ def test_attention_and_every_expert_get_the_rank_and_the_router_nothing(folder: 
     assert sorted(facts["target_modules"]) == sorted([*ATTENTION, "gate_proj", "up_proj", "down_proj"])
 
 
+@pytest.mark.medium
 @each_case("make", [mixture, shared_and_dense, stacked])
 def test_training_moves_the_adapter_of_every_part_and_nothing_below(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
@@ -117,6 +118,7 @@ def test_the_merged_experts_are_those_of_the_papers_equation(folder: Path, tmp_p
     assert changed == adapted(adapter)
 
 
+@pytest.mark.medium
 @each_case("make", [mixture, shared_and_dense, stacked])
 def test_a_checkpoint_can_be_served_and_gone_on_from(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
@@ -151,6 +153,7 @@ def glm(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.medium
 @each_case("make", [mixture, stacked, shared_and_dense, deepseek, glm])
 def test_peft_itself_reads_the_adapter(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")

@@ -94,6 +94,7 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("float64")
 @each_case("critic", ["own", "shared"])
 @each_case("normalise", ["token", "sequence", 8])
@@ -120,6 +121,7 @@ def test_a_mixed_steps_gradient_is_the_weighted_sum_of_those_of_two_runs(
     assert (mixed - expected).abs().max() <= 1e-12
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("others", ["token", "sequence"])
 def test_a_mixed_steps_gradient_is_the_same_however_it_is_divided(

@@ -135,6 +135,7 @@ def some_groups(seed: int) -> list[list[object]]:
     return groups
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*is computed row by row")
 @each_case(
     ("make", "checkpointing"),

@@ -92,6 +92,7 @@ def test_an_optimizer_is_that_of_its_paper(kind: str, oracle: Any, apart: float,
         assert float((parameter.detach() - expected).norm() / (expected - start[at]).norm()) < apart
 
 
+@pytest.mark.medium
 def test_moments_of_eight_bits_are_nearly_those_of_32() -> None:
     torch.manual_seed(0)
     start = torch.randn(64, 80)
@@ -155,6 +156,7 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     assert begun.score(tokens) == straight.score(tokens)
 
 
+@pytest.mark.medium
 @each_case("optimizer", KINDS)
 @each_case("weights", ["float32", "bfloat16"])
 def test_offloaded_optimizers_compute_the_same_bits(optimizer: str, weights: str, qwen3_dir: Path) -> None:

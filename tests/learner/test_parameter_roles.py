@@ -50,6 +50,7 @@ def families() -> Iterator[nn.Module]:
                 break
 
 
+@pytest.mark.medium
 def test_decay_and_muon_are_for_the_matrices_of_linear_maps_in_every_family() -> None:
     seen = count = 0
     with warnings.catch_warnings():

@@ -78,6 +78,7 @@ def assert_reports_alike(found: list[Any], expected: list[Any]) -> None:
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5 if at == 0 else 1e-3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "config",
     [
@@ -131,6 +132,7 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     assert {"gathering model.layers.0", "adding up the gradients of model.layers.0"} < set(entered)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("algo", "train"),
     [
@@ -375,6 +377,7 @@ def narrow_model(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
     adapter: bool, two: Leader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +405,7 @@ def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
     assert shared < 0.6 * size
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("settings", "mixed"),
     [
@@ -468,6 +472,7 @@ def test_muon_over_two_ranks_makes_the_updates_of_one(offload: bool, tensor: int
     assert entered.count("matrices to be made orthogonal") == 4 * 4  # of seven matrices, two at a time
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("settings", "mixed"),
     [

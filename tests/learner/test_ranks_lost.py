@@ -48,6 +48,7 @@ def full() -> None:
     optimizer_state.write = write
 
 
+@pytest.mark.medium
 def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and_is_named(
     qwen3_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
         ranks.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("together", "collective"),
     [

@@ -40,6 +40,7 @@ def give(to: Learner, role: str | None, tensors: list[torch.Tensor]) -> None:
         parameter.data.copy_(tensor)
 
 
+@pytest.mark.medium
 @each_case("normalise", ["token", "sequence", 8])
 @each_case("checkpointing", [False, True])
 def test_each_roles_adapter_trains_as_if_it_were_alone(

@@ -57,6 +57,7 @@ def tokens_of(role: str) -> int:
     return sum(map(sum, SPOKEN[role]))
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("float64")
 @each_case("critic", ["own", "shared"])
 @each_case("normalise", ["token", "sequence", 8])

@@ -323,6 +323,7 @@ def balance(loops: Loops, rows: Sequence[tuple[Sequence[int], np.ndarray]]) -> T
     return total
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("replayed", [True, False])
 def test_the_balance_loss_is_that_of_all_rows_however_they_are_divided(
     replayed: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

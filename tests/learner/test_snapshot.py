@@ -54,6 +54,7 @@ def test_a_step_does_not_change_what_was_taken(dtype: torch.dtype, qwen3_dir: Pa
     assert all(torch.equal(tensor, source[name].to(dtype)) for name, tensor in snapshot)
 
 
+@pytest.mark.medium
 def test_all_shards_are_gathered_on_every_rank_before_the_engines_communicator_is_entered(tmp_path: Path) -> None:
     """Rank 0 sends alone, while rank 1 is in the next step already and waits for it there: if the send took part in a
     gather, or began before rank 1 had done its part of one, neither would ever go on."""

@@ -41,6 +41,7 @@ def apart() -> Generator[Apart]:
 TOKENS, HIDDEN, LAYERS, KV_HEADS, DIM = 512, 32, 2, 2, 8  # of tiny_qwen3
 
 
+@pytest.mark.medium
 def test_512_ranks_send_what_a_hand_counts(apart: Apart, qwen3_dir: Path) -> None:
     found = apart({"ranks": 512, "context": 4, "tensor": 2}, qwen3_dir, TOKENS)
     by_name = {one.name: one for one in found}

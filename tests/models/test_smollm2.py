@@ -157,6 +157,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         model_dir(smollm2.ID)
 
 
+@pytest.mark.medium
 @pytest.mark.smollm2
 def test_weights_that_cannot_be_written_are_named(cache: Path) -> None:
     """As on a full disk; here the process may write no file of more than 100 MB."""

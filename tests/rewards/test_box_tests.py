@@ -80,6 +80,7 @@ def always(work: dict[str, bytes]) -> ArtifactsOf:
     return artifacts
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(store: RunStore, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()

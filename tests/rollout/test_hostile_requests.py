@@ -217,6 +217,7 @@ async def fuzzed(folder: Path, template: str | None, parts: tuple[Any, Any], cou
     return scored
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("template", [None, STRICT], ids=["any", "strict"])
 async def test_law_3_no_hostile_request_takes_an_episode_out_of_the_loss(
     template: str | None, tmp_path: Path, parts: tuple[Any, Any]

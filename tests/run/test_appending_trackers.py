@@ -153,6 +153,7 @@ def _page(run: RunDir) -> list[Found]:
     return found
 
 
+@pytest.mark.medium
 @TRACKERS
 def test_each_step_is_there_once_over_resumes_and_a_rollback_begins_a_run_with_all_of_it(
     id: str, tmp_path: Path

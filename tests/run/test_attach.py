@@ -195,6 +195,7 @@ with run.lock() as lock, ScratchSpace(run).owned(lock):
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_law_4_a_pause_does_not_outlive_a_run_that_is_killed_whole(tmp_path: Path, how: signal.Signals) -> None:
     fake = FakeVLLM()

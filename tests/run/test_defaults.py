@@ -104,6 +104,7 @@ def test_the_size_of_a_model_is_that_of_its_weights(tmp_path: Path) -> None:
         assert machine_defaults.parameters_of(tmp_path) == count
 
 
+@pytest.mark.medium
 def test_a_run_writes_what_was_chosen_and_says_it_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -299,6 +299,7 @@ def test_sampling_is_that_of_evaluation_and_what_no_chat_server_takes_is_refused
             of_endpoint.configured("m", "e", [f"{field}=7"])
 
 
+@pytest.mark.medium
 def test_an_episode_has_its_deadline_and_its_most_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ("rollout.episode_deadline_s=3", "env.kwargs.seconds=600")
     result = measured(lambda _: says("go on"), tmp_path / "slow", *limits)

@@ -210,6 +210,7 @@ async def test_weights_that_the_learner_removes_as_they_are_looked_for_give_way_
     assert not seen
 
 
+@pytest.mark.medium
 async def test_an_engine_started_again_is_proved(replica: Start, second: ServedWeights, monkeypatch: Any) -> None:
     found: list[float] = []
     check = canary.check
@@ -225,6 +226,7 @@ async def test_an_engine_started_again_is_proved(replica: Start, second: ServedW
     assert len(found) == 1 and found[0] < 1e-4
 
 
+@pytest.mark.medium
 async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobodys_loss(
     replica: Start, second: ServedWeights
 ) -> None:

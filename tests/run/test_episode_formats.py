@@ -108,6 +108,7 @@ def test_verifiers_reads_its_traces(run: RunDir, tmp_path: Path) -> None:
     assert sampled == pytest.approx([*one.logprobs, *two.logprobs], abs=1e-3)
 
 
+@pytest.mark.medium
 @pytest.mark.adapters
 def test_datasets_reads_parquet(run: RunDir, tmp_path: Path) -> None:
     from datasets import Dataset

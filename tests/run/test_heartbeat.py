@@ -192,6 +192,7 @@ async def test_a_child_that_stands_still_is_killed_with_its_group_and_says_where
     assert not embedded_process._lives(child.pid), "but for zombies"
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel says so in /proc")
 async def test_workers_and_learner_that_are_stopped_are_started_again_within_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

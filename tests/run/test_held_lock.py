@@ -63,6 +63,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
         ScratchSpace(run).clear()
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel says so in /proc")
 async def test_a_hang_is_noticed_while_the_write_after_another_death_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def fetched(name: str, home: Path, endpoint: str) -> str:
     return done.stdout.strip() or done.stderr
 
 
+@pytest.mark.medium
 def test_a_model_of_the_hub_is_downloaded_once_and_then_found(hub: str, tmp_path: Path) -> None:
     folder = Path(fetched(REPOSITORY, tmp_path, hub))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {

@@ -152,6 +152,7 @@ def test_a_supervisor_says_that_it_was_stopped_before_it_ends_its_children(
         trio.run(stopped)
 
 
+@pytest.mark.medium
 def test_it_gives_up_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path, DIES)
     with pytest.raises(RunFailed) as failed:

@@ -123,6 +123,7 @@ def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> No
     assert len(plan.rows_of(config, replace(WORK, sampled=0.5))) == 4  # 100 + 4 x 100 = 500
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(
     mixed: bool, config: RunConfig, tmp_path: Path
@@ -145,6 +146,7 @@ def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(
     assert once[-1].learners == 1 and once[-1].learner_s < 0.75 * again[-1].learner_s
 
 
+@pytest.mark.medium
 def test_the_settings_that_it_names_make_a_run_fit(config: RunConfig) -> None:
     whole = plan.plan(config, plan.GPUS["h100"], 1, WORK)
     (one,) = whole.splits
@@ -228,6 +230,7 @@ def test_the_run_that_is_planned_is_the_one_that_train_starts(tmp_path: Path) ->
     assert code == 0 and "there is room" not in text and re.search(r"1 \+ 1 +│ yes .*│ 256 ", text)
 
 
+@pytest.mark.medium
 def test_the_command_says_the_split_and_a_cost_only_for_a_given_price(file: Path) -> None:
     code, text = run("plan", file, "--n", 2, "--row", 200)
     assert code == 0 and "Best: 1 for engines, 1 for the learner" in text and "an hour" not in text
@@ -244,6 +247,7 @@ def test_what_cannot_fit_ends_with_exit_code_1(file: Path, monkeypatch: pytest.M
     assert code == 1 and "It does not fit." in text
 
 
+@pytest.mark.medium
 def test_training_on_a_gpu_that_cannot_hold_the_learner_is_refused(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

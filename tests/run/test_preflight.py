@@ -106,12 +106,14 @@ def rows(tmp_path: Path, *found: dict[str, Any], **kwargs: Any) -> dict[str, Any
     return {"env": env, "tasks": [{"rows": str(file)}]}
 
 
+@pytest.mark.medium
 def test_what_can_be_played_is_not_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_tasks(config(eval={"sets": [{"name": "e"}]}))
     check_tasks(config(**rows(tmp_path, {"prompt": "a", "answer": "b"})))
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.medium
 @each_case(
     ("env", "said"),
     [
@@ -137,6 +139,7 @@ def test_a_task_that_is_broken_is_named_and_the_others_are_enough(capsys: pytest
     assert len(lines) == 2 and all("no such table" in line and line.startswith("agentrl: warning: ") for line in lines)
 
 
+@pytest.mark.medium
 def test_tasks_that_the_run_skips_are_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
     env: dict[str, Any] = {"id": f"{HERE}:Broken", "kwargs": {"broken": [0, 1, 2, 3]}}
     with pytest.raises(UsageError, match="no such table"):
@@ -147,6 +150,7 @@ def test_tasks_that_the_run_skips_are_not_tried(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.medium
 @each_case(
     ("row", "kwargs", "said"),
     [

@@ -68,6 +68,7 @@ def publisher(sync: str = "full", **engine: object) -> WeightPublisher:
     return WeightPublisher(SETTINGS.model_copy(update=engine), sync)
 
 
+@pytest.mark.medium
 async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: EmbeddedEngine, tmp_path: Path) -> None:
     weights, ours = Weights(tmp_path), publisher()
     weights.scratch.mkdir()
@@ -84,12 +85,14 @@ async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: E
     assert sorted(path.name for path in weights.scratch.iterdir()) == kept
 
 
+@pytest.mark.medium
 async def test_an_engine_that_samples_from_other_weights_ends_the_run(engine: EmbeddedEngine, tmp_path: Path) -> None:
     parcel = Weights(tmp_path).parcel(moved_after=0.02)
     with pytest.raises(RunFailed, match=r"canary: .* says it serves version 2, but the log-prob of probe token \d+ is"):
         await publisher().deliver([engine.url], parcel)
 
 
+@pytest.mark.medium
 async def test_without_a_canary_nothing_is_asked(engine: EmbeddedEngine, tmp_path: Path) -> None:
     parcel = Weights(tmp_path).parcel()
     row = await publisher().deliver([engine.url], Parcel(version=2, path=parcel.path, sha256=parcel.sha256))

@@ -282,6 +282,7 @@ def test_an_engine_at_a_nodes_address_answers_nobody_without_the_runs_key(tmp_pa
     assert_nothing_remains(run)
 
 
+@pytest.mark.medium
 def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and nobody ever answers
         cluster = {"launcher": "ray", "address": f"127.0.0.1:{silent.getsockname()[1]}", "place_deadline_s": 1.0}

@@ -88,6 +88,7 @@ def ask_until_answered(url: str) -> str:
     raise AssertionError("it was not answered")
 
 
+@pytest.mark.medium
 def test_law_1_a_client_of_a_killed_recorder_gets_the_rest_of_its_answer(
     fake: FakeVLLM, served: InThread, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ for turn in range(3):
 """
 
 
+@pytest.mark.medium
 def test_law_2_a_program_of_a_killed_recorder_is_started_again_and_gets_the_answers_that_it_had(
     fake: FakeVLLM, served: InThread, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_tool_conversation_of_a_real_client_is_one_episode_of_exact_tokens(
     assert second[: len(first) + len(trajectory.turns[0].token_ids)] == [*first, *trajectory.turns[0].token_ids]
 
 
+@pytest.mark.medium
 def test_an_embedded_engine_is_recorded_with_its_own_log_probs(tmp_path: Path) -> None:
     """The oracle is the engine's scoring of the whole row, a forward pass of its own."""
     server = Server(model_dir(MODEL), tmp_path, "--max-model-len", "512")

@@ -59,6 +59,7 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
     assert one.poll() == -signal.SIGKILL
 
 
+@pytest.mark.medium
 @each_case(
     ("raised", "status", "line"),
     [
@@ -117,6 +118,7 @@ async def test_a_child_that_crashes_in_a_librarys_code_says_where(tmp_path: Path
     assert "Fatal Python error: Aborted" in said and "in crashes" in said
 
 
+@pytest.mark.medium
 async def test_law_4_what_a_killed_child_leaves_in_its_group_ends_before_it_is_started_again(tmp_path: Path) -> None:
     """Such as the engine core of a vLLM server; and Python's resource tracker removes the semaphore of the dead."""
     code = (

@@ -287,6 +287,7 @@ def test_the_weights_of_a_step_are_written_as_a_model(plain: RunDir, tmp_path: P
         retrain(plain, 4, out=plain.checkpoints / "mine")
 
 
+@pytest.mark.medium
 def test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not(plain: RunDir) -> None:
     said, code = typed("retrain", plain.path, "--step", 4, "--set", "algo.importance=none", "--set", "train.epochs=2")
     assert code == 0
@@ -302,6 +303,7 @@ def test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not(plain: RunD
         retrain(plain, 4, settings=["rollout.temperature=2"])
 
 
+@pytest.mark.medium
 def test_a_step_trained_otherwise_has_the_moving_reference_of_the_run(tmp_path: Path, model: Path) -> None:
     algo = {"kl_weight": 0.5, "reference": 0.5}
     run = run_of(tmp_path / "run", model, algo=algo, train={"steps": 4, "checkpoint_every": 4})

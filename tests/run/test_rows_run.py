@@ -279,6 +279,7 @@ def test_a_held_out_file_is_measured_row_by_row(tmp_path: Path, caplog: pytest.L
     ]
 
 
+@pytest.mark.medium
 def test_a_held_out_file_of_another_kind_is_compared_and_an_empty_one_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
     assert (result.name, result.n) == ("held_out", 4)
 
 
+@pytest.mark.medium
 def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 6, "checkpoint_every": 2}, eval={"sets": []})
     run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=8)

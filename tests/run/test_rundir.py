@@ -115,6 +115,7 @@ print(len(list(killed_after_each_call(supervise))))
 """
 
 
+@pytest.mark.medium
 def test_law_4_scratch_and_processes_go_with_a_killed_supervisor_and_the_next_one_waits_for_that(
     tmp_path: Path,
 ) -> None:

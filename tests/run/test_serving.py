@@ -98,6 +98,7 @@ def wait_until_gone(pid: int) -> None:
         os.close(descriptor)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tmp: Path) -> None:

@@ -186,6 +186,7 @@ def checked(capsys: pytest.CaptureFixture[str], tests_s: float, **rollout: float
     return capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_an_honest_step_that_is_longer_than_its_deadline_is_said_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -267,6 +267,7 @@ async def goes_on(supervisor: Supervisor, seconds: float, slots: int, life: Life
             await supervisor.train()
 
 
+@pytest.mark.medium
 async def test_an_engine_that_stands_still_for_a_minute_is_one_failure(
     supervisor: Callable[..., Supervisor], autojump_clock: MockClock
 ) -> None:
@@ -297,6 +298,7 @@ async def test_a_machine_that_stands_still_before_anything_ended_is_one_failure(
     assert (one.store.metrics.failures().failed, one.store.metrics.failures().outages) == (64, 1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("slots", [8, 16])
 async def test_one_member_in_eight_that_hangs_ends_no_run(
     supervisor: Callable[..., Supervisor], autojump_clock: MockClock, slots: int
@@ -321,6 +323,7 @@ async def test_a_run_that_never_worked_ends_at_once_with_its_cause(
     assert "\n" not in why
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seconds", [3.0, 60.0])
 async def test_a_total_failure_that_lasts_ends_the_run_within_minutes_however_long_it_had_worked(
     supervisor: Callable[..., Supervisor], autojump_clock: MockClock, seconds: float
@@ -336,6 +339,7 @@ async def test_a_total_failure_that_lasts_ends_the_run_within_minutes_however_lo
     assert "none ended well; the last: cause of " in why
 
 
+@pytest.mark.medium
 async def test_failures_beyond_the_budget_end_the_run_though_most_episodes_end_well(
     supervisor: Callable[..., Supervisor], autojump_clock: MockClock
 ) -> None:
@@ -368,6 +372,7 @@ async def test_exceptions_beyond_the_budget_end_the_run_though_they_come_at_one_
     assert f"agentrl tasks {one.run.path} --failed" in why
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seconds", [5.0, 100.0])
 async def test_tasks_that_raise_at_once_within_the_budget_end_no_run_however_long_the_others_take(
     supervisor: Callable[..., Supervisor], autojump_clock: MockClock, seconds: float
@@ -436,6 +441,7 @@ async def test_the_last_step_is_shown_although_nothing_is_evaluated(supervisor: 
 # --- a pause ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 async def test_paused_time_counts_against_no_deadline(
     supervisor: Callable[..., Supervisor],
     autojump_clock: MockClock,
@@ -521,6 +527,7 @@ STEP_ROW: dict[str, Any] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("learns", [True, False])
 async def test_law_4_a_supervisor_holds_no_more_after_many_steps(
     supervisor: Callable[..., Supervisor],

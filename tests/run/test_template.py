@@ -54,6 +54,7 @@ def test_a_run_and_its_evaluations_render_with_its_arguments_and_keep_them(thoug
         resume_overrides.change(run, ["rollout.template.quiet=false"])
 
 
+@pytest.mark.medium
 def test_demonstrations_are_rendered_with_the_arguments_of_their_file(thoughtful: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "2 + 2?", "completion": "<think></think>4"}\n')

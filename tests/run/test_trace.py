@@ -120,6 +120,7 @@ def test_the_command_writes_it_compressed_and_a_file_that_cannot_be_is_one_line(
     assert isinstance(refused.exception, UsageError)
 
 
+@pytest.mark.medium
 def test_a_big_run_needs_little_memory_and_late_starts_share_no_row(tmp_path: Path) -> None:
     def many() -> Iterator[RunSpan]:
         for number in range(4_000):

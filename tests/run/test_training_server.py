@@ -118,6 +118,7 @@ def close(found: Sequence[Sequence[float]], wanted: Sequence[Tensor]) -> None:
         assert one == pytest.approx(other.tolist(), abs=1e-4)
 
 
+@pytest.mark.medium
 def test_loss_gradient_and_steps_are_those_of_plain_torch(
     client: Any, server: tuple[RunningTrainingServer, Path]
 ) -> None:

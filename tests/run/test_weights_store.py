@@ -112,6 +112,7 @@ class Small(Weights):
             self.model.module.model.norm.weight.mul_(1 + scale)
 
 
+@pytest.mark.medium
 async def test_versions_reach_it_through_the_store(engine: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is torn is not loaded: the version is put once more, whole."""
     weights, put, torn = Small(engine.learner / "kept"), ObjectFolder.put, list[str]()

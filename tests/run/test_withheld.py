@@ -110,6 +110,7 @@ def test_neither_does_one_on_another_node_which_gets_the_variables_that_the_node
     seat._owner.close()
 
 
+@pytest.mark.medium
 def test_another_rank_of_the_learner_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ.pop(JUDGE)  # the learner has none of the judges' keys
     for name in OWN_ENGINES:

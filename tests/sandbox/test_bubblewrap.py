@@ -43,11 +43,13 @@ def public_path() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("room", ROOMS)
 async def test_keeps_promise(room: str, backend: Bubblewrap) -> None:
     await keep(backend, ROOMS[room])
 
 
+@pytest.mark.medium
 async def test_keeps_promise_without_control_groups() -> None:
     backend = Bubblewrap(control_groups=False)
     try:
@@ -152,6 +154,7 @@ for pid in killed_after_each_call(lambda: trio.run(main)):
 """
 
 
+@pytest.mark.medium
 def test_law_4_holds_at_every_instant() -> None:
     """Killed after each folder, control group and process that it made: nobody but its own janitor cleans up."""
     marker = f"4324.{os.getpid()}"

@@ -31,6 +31,7 @@ WITH_OUR_SCRIPTS = (  # all cases hold but those that run python3 in the box; th
 )
 
 
+@pytest.mark.medium
 async def test_keeps_promise(docker_engine: str, busybox_image: str) -> None:
     backend = Docker(image=busybox_image, base_url=docker_engine)
     try:

@@ -48,6 +48,7 @@ OVER_A_SOCKET = (  # where the connection or the count of processes is another t
 )
 
 
+@pytest.mark.medium
 async def test_keeps_promise(backend: Docker) -> None:
     """`test_keeps_every_promise` has all of them, `test_docker_tls` those that pass a connection over TLS."""
     await keep(backend, named(OVER_A_SOCKET))

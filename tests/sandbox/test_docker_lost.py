@@ -74,6 +74,7 @@ def typed(text: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+@pytest.mark.medium
 async def test_an_engine_that_never_answers_is_said_within_its_deadline(
     tls_engine: TlsEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ async def test_law_3_a_connection_that_breaks_under_a_command_gives_no_result(ba
     assert await box.alive() and (await box.exec(["true"])).exit_code == 0
 
 
+@pytest.mark.medium
 async def test_calls_that_waited_while_nobody_answered_fail_at_once(
     backend: Docker, wire: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ async def backend(tls_engine: TlsEngine) -> AsyncGenerator[Docker]:
     await backend.aclose()
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(600)
 async def test_keeps_promise_over_tls(backend: Docker) -> None:
     """On an engine of which nothing is known but its address: no file of it is read."""

@@ -36,11 +36,13 @@ async def backend() -> AsyncGenerator[LocalUnsafe]:
         await backend.aclose()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("room", WITHOUT_WALLS)
 async def test_keeps_promise(room: str, backend: LocalUnsafe) -> None:
     await keep(backend, WITHOUT_WALLS[room])
 
 
+@pytest.mark.medium
 async def test_red_team_succeeds_where_there_is_no_wall(backend: LocalUnsafe) -> None:
     """The negative control: an attack that could not succeed anywhere would prove nothing about the walls."""
     with pytest.raises(ExceptionGroup) as caught:

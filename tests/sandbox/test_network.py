@@ -91,6 +91,7 @@ async def spoken(way: Network, box: Sandbox, said: bytes) -> bytes:
     return (await way.exec(box, ["python3", "-c", client, said.hex()])).stdout
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "box", ["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])], indirect=True
 )
@@ -117,6 +118,7 @@ async def test_setup_fetches_what_is_allowed_and_the_agent_nothing(
     assert len(heads) == 2
 
 
+@pytest.mark.medium
 @each_case(
     ("ask", "why"),
     [
@@ -253,6 +255,7 @@ async def test_law_8_a_body_without_one_length_is_refused_with_a_status_and_is_n
     assert not heads and (way.total, way.refused) == (1, 1) and why in way.requests[0].refused
 
 
+@pytest.mark.medium
 @each_case(
     ("begin", "status", "why"),
     [

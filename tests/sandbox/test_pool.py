@@ -173,6 +173,7 @@ def left_behind() -> list[Path]:
     return [*left, *Path("/sys/fs/cgroup").glob(f"**/agentrl-boxes.{os.getpid()}.*")]
 
 
+@pytest.mark.medium
 @pytest.mark.bubblewrap
 @pytest.mark.timeout(300)
 async def test_three_hundred_boxes_leave_nothing() -> None:

@@ -79,6 +79,7 @@ async def here() -> AsyncGenerator[HereBackend]:
 # --- connections that break
 
 
+@pytest.mark.medium
 async def test_a_broken_connection_costs_a_command_nothing(here: HereBackend) -> None:
     """The answer of every second call is lost after the call was made: each counts once all the same."""
     box = await here.create()
@@ -93,6 +94,7 @@ async def test_a_broken_connection_costs_a_command_nothing(here: HereBackend) ->
     assert await box.read("runs") == b"xxx"
 
 
+@pytest.mark.medium
 async def test_a_process_gets_each_byte_once_over_a_connection_that_breaks(here: HereBackend) -> None:
     box = await here.create()
     (remote,) = here.made

@@ -113,6 +113,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.medium
 @each_case("code", HOSTILE.values())
 async def test_a_run_that_does_more_than_compute_has_no_answer_and_leaves_nothing(boxes: Counted, code: str) -> None:
     warm, before = warm_in(boxes), len(boxes.boxes)

@@ -7,6 +7,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from agentrl.planning.simulate.memory import MemoryBuffer, SimulatedMember, ids
 from agentrl.records import GroupState, StopReason, Task, Turn, VersionSpan
 from agentrl.store import FULL, Claim, ClosePolicy, Ending, Quorum, RunStore
@@ -188,6 +190,7 @@ def play(seed: int, seen: Counter[str]) -> None:
         pair.store.close()
 
 
+@pytest.mark.medium
 def test_on_any_schedule_the_rules_in_memory_decide_as_the_store_does() -> None:
     seen = Counter[str]()
     for seed in range(100):

@@ -181,6 +181,7 @@ def simulated(run: RunConfig, measured: MeasuredRun) -> SimulationResult:
     return own.run()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("buffer", [{}, {"skip_without_signal": False}])
 async def test_a_simulation_gives_the_idle_share_and_the_dropped_tokens_of_its_run(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, buffer: dict[str, Any]
@@ -197,6 +198,7 @@ async def test_a_simulation_gives_the_idle_share_and_the_dropped_tokens_of_its_r
     assert found.tokens_discarded == pytest.approx(1 - played.fresh / played.tokens, abs=0.05)
 
 
+@pytest.mark.medium
 async def test_law_6_turns_begin_while_the_learner_is_in_a_step(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

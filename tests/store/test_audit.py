@@ -180,6 +180,7 @@ BREACHES = {
 }
 
 
+@pytest.mark.medium
 def test_every_breach_is_found_by_its_kind(whole: Path, tmp_path: Path) -> None:
     missed = list[str]()
     for name, (kind, sql, parameters) in BREACHES.items():

@@ -380,6 +380,7 @@ async def test_an_idle_claim_takes_no_write_lock(store: RunStore, desk: JournalW
     assert began == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("after", [False, True])
 def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_transaction(
     tmp_path: Path, after: bool

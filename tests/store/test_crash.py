@@ -76,6 +76,7 @@ class RunProcesses:
         return True
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_law_2_trained_exactly_once_whoever_is_killed_whenever(path: Path, seed: int) -> None:
     rng = random.Random(seed)

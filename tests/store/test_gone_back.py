@@ -84,6 +84,7 @@ def test_an_evaluation_does_not_wait(store: RunStore) -> None:
     assert [one.purpose for one in claim(store)] == ["eval@0"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(2))
 def test_a_learner_that_goes_back_again_and_again_starves_for_nothing_and_drops_nothing(
     store: RunStore, seed: int

@@ -106,6 +106,7 @@ def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
     )
 
 
+@pytest.mark.medium
 @settings(max_examples=40)
 @given(data=st.data())
 def test_law_1_every_token_and_all_about_it_is_read_back_exactly(

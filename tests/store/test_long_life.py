@@ -84,6 +84,7 @@ class Walk:
         self.machine.no_law_is_broken()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_law_2_the_store_is_its_model_through_a_long_life(seed: int) -> None:
     walk = Walk(seed)

@@ -67,6 +67,7 @@ chunks = st.lists(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(chunks)
 def test_law_1_tokens_of_a_turn_under_way_come_back_as_they_were_sampled(

@@ -88,6 +88,7 @@ def test_law_2_a_connection_that_is_cut_within_a_write_leaves_nothing_of_it(far:
     assert far.meta("config") == "{}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("what", ["read", "write", "together", "commit"])
 def test_law_4_a_network_that_swallows_everything_holds_no_call_for_longer_than_its_deadline(
     far: RunStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, what: str
@@ -122,6 +123,7 @@ def test_law_4_a_network_that_swallows_everything_holds_no_call_for_longer_than_
     assert far.meta("after") == "well"
 
 
+@pytest.mark.medium
 def test_law_2_a_worker_that_comes_back_from_a_partition_writes_nothing_over_its_successor(
     near: RunStore, far: RunStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_law_2_a_worker_that_comes_back_from_a_partition_writes_nothing_over_its
     assert audit(near).violations == []
 
 
+@pytest.mark.medium
 def test_law_2_a_learner_that_comes_back_from_a_partition_trains_nothing_twice(
     near: RunStore, far: RunStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +203,7 @@ def test_over_a_slow_network_a_turn_waits_for_one_answer(
     assert len(waits) <= 8 + 8, "one for each turn; begin, numbers of turns, and commit for all"
 
 
+@pytest.mark.medium
 async def test_a_server_that_is_restarted_at_once_costs_the_episodes_under_way_nothing(
     near: RunStore, server: Server
 ) -> None:

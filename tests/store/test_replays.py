@@ -92,6 +92,7 @@ def test_a_quarantined_task_is_not_played_again(store: RunStore) -> None:
     assert seeds(store) == [100, 101, 102]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(2))
 def test_law_2_each_loss_is_played_again_once_whoever_is_killed_whenever(tmp_path: Path, seed: int) -> None:
     """Admission is killed at any of its statements, and goes on in a store opened anew; some groups are lost."""

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from agentrl.records import RoutedExperts, StopReason, Task, Turn
 from agentrl.store import Claim, Ending, EnvSnapshot, RunStore
 
@@ -38,6 +40,7 @@ def play_long(store: RunStore, claim: Claim, version: int, rng: random.Random, s
     store.journal.finish(id, fence, Ending(stop_reason=stop, outcome=outcome, success=None))
 
 
+@pytest.mark.medium
 def test_a_long_runs_file_does_not_grow_by_what_retention_drops(path: Path, clock: Clock) -> None:
     rng, sizes = random.Random(0), list[int]()
     with RunStore.create(path, "{}", clock=clock) as store:

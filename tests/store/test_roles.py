@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import agentrl
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.store import RunStore, interfaces
@@ -32,6 +34,7 @@ def holds_the_handle(module: Path) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "RunStore" for tree in trees for node in ast.walk(tree))
 
 
+@pytest.mark.medium
 def test_what_plays_episodes_scores_them_or_learns_holds_no_handle_of_all_parts() -> None:
     """An episode that could take, or a scorer that could close groups, would be one mistake away from doing so."""
     rooms = ("env", "sandbox", "rewards", "engine", "learner", "algos", "rollout")

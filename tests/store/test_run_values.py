@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import agentrl
 from agentrl.store import RunStore, run_values
 from agentrl.store.run_values import Value
@@ -52,6 +54,7 @@ def test_a_value_is_the_same_within_a_transaction(store: RunStore) -> None:
         assert run_values.NEXT_TASK.within(db) == 0 and run_values.ATTEMPT.within(db) == 1
 
 
+@pytest.mark.medium
 def test_no_module_names_a_key_by_itself() -> None:
     """Calls of `meta` and `set_meta`, and SQL on the table. The audit reads raw rows on purpose."""
     raw = {"store/run_values.py", "store/schema.py", "store/audit.py"}

@@ -74,6 +74,7 @@ async def test_python_errors_are_tracebacks_of_the_code(box: Sandbox) -> None:
     assert "SystemExit" in (await python.call({"code": "exit(3)"})).content
 
 
+@pytest.mark.medium
 async def test_python_session_that_hangs_or_dies_starts_afresh(box: Sandbox) -> None:
     python = Python(box, timeout_s=10.0)  # which it has to start in, too
     await python.call({"code": "kept = 1"})

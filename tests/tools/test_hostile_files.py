@@ -49,6 +49,7 @@ async def test_of_a_file_with_endless_lines_only_what_is_shown_is_numbered() -> 
     assert (await read.call({"path": "f", "first": 3_999_999})).content == "3999999\t\n4000000\t"
 
 
+@pytest.mark.medium
 def test_reading_a_patch_costs_no_more_than_linear_time_and_memory() -> None:
     lines = [HEADER, "--- a/f\n", "+++ b/f\n", "@@ -1 +1 @@\n", "\\ No newline\n"]
     check_linear(parse_patch, words=[*lines, "@@ -1,2 ", "+1", "+", "diff --git "])

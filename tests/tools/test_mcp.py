@@ -87,12 +87,14 @@ for pid in killed_after_each_call(lambda: trio.run(main)):
 """
 
 
+@pytest.mark.medium
 def test_law_4_server_dies_with_its_owner_at_every_instant() -> None:
     """Also one that does not mind the end of its stdin, and what it started in a session of its own."""
     marker = f"4326.{os.getpid()}"
     assert sweep(EACH_CALL, marker) >= 4
 
 
+@pytest.mark.medium
 async def test_call_that_takes_too_long_is_the_model_s_to_read() -> None:
     server = McpServer(command=STDIO, start_s=START_S, call_s=1.0)
     try:

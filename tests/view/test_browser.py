@@ -54,6 +54,7 @@ def until_shown(page: Any) -> None:
     raise AssertionError("no picture was shown")
 
 
+@pytest.mark.medium
 def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "made")
     make_run(tmp_path / "other", rollout={"stop": [f"a long text that ends a turn, number {n}" for n in range(20)]})
@@ -156,6 +157,7 @@ KNOWN = """async () => {
 }"""
 
 
+@pytest.mark.medium
 def test_the_health_of_a_run_says_what_to_type_as_text(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ KEPT = """
 """
 
 
+@pytest.mark.medium
 def test_an_episode_is_copied_as_a_test_that_passes(browser: Any) -> None:
     with recorded_run() as folder, served([folder]) as address:
         context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
@@ -223,6 +226,7 @@ def test_an_episode_is_copied_as_a_test_that_passes(browser: Any) -> None:
         names["test_episode_1500"]()
 
 
+@pytest.mark.medium
 def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> None:
     write_bundle(make_run(tmp_path / "made").path, tmp_path / "page", most=50)
     wrong: list[str] = []

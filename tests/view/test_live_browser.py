@@ -58,6 +58,7 @@ def steering(run: RunDir) -> tuple[Any, Any]:
         return PAUSED.of(store.meta), REQUESTED_SETTINGS.of(store.meta)
 
 
+@pytest.mark.medium
 def test_a_run_of_another_process_comes_by_itself_and_is_steered(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -445,6 +445,7 @@ def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> No
         httpx.get(base, timeout=60)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["page", "figures"])
 def test_half_requests_of_another_keep_the_owner_out_of_no_server(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -516,6 +517,7 @@ def test_training_with_view_has_a_page_for_as_long_as_it_goes_on(
     assert "nothing is no folder" in str(gone.exception) and "--demo" in str(gone.exception)
 
 
+@pytest.mark.medium
 def test_a_bundle_holds_the_newest_episodes_and_goes_into_a_new_folder(folder: Path, tmp_path: Path) -> None:
     words = ["view", str(folder / "made"), "--bundle", str(tmp_path / "page"), "--most", "1"]
     done = CliRunner().invoke(app, words)

@@ -59,6 +59,7 @@ call = "agentrl.offline.tiny_run:noise"
 """
 
 
+@pytest.mark.medium
 def test_a_run_with_pictures_is_killed_and_resumed_and_trains_what_was_seen(tmp_path: Path) -> None:
     model, file, run = make_tiny_vision(tmp_path / "model"), tmp_path / "run.toml", RunDir(tmp_path / "run")
     file.write_text(RUN.format(model=model))
@@ -114,6 +115,7 @@ def test_a_model_that_reads_no_images_is_refused_before_the_run_begins(tmp_path:
         Trainer(env="agentrl/PictureGrid-v0", config={"model": "agentrl/tiny-coder"}, out=tmp_path / "run").train()
 
 
+@pytest.mark.medium
 def test_what_was_never_tried_with_images_is_refused_by_name(tmp_path: Path) -> None:
     model = make_tiny_vision(tmp_path / "model")
     settings = {"model": str(model), "engine": {"kind": "vllm"}}

@@ -37,6 +37,7 @@ def test_every_adapter_has_its_run() -> None:
     assert adapters <= documented
 
 
+@pytest.mark.medium
 @each_case("run", RUNS)
 def test_a_documented_run_is_played(run: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

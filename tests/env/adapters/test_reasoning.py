@@ -13,6 +13,7 @@ from agentrl.testing.printing import check_linear
 pytestmark = pytest.mark.adapters
 
 
+@pytest.mark.medium
 @each_case("task", ["leg_counting", "basic_arithmetic", "chain_sum"])
 async def test_its_own_answer_scores_one_and_another_less(task):
     import reasoning_gym
@@ -51,6 +52,7 @@ def test_passes_the_checker():
 EVALUATING = ("countdown", "puzzle24", "n_queens", "string_insertion", "spiral_matrix", "polynomial_multiplication")
 
 
+@pytest.mark.medium
 @each_case("task", ["leg_counting", *EVALUATING])
 async def test_an_answer_is_never_run_as_code_and_never_fails_the_environment(task, tmp_path):
     marker = tmp_path / "owned"

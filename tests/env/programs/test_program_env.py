@@ -513,6 +513,7 @@ def test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_i
     assert sweep(EACH_CALL, marker, COMMAND.replace('"', "'")) >= 4
 
 
+@pytest.mark.medium
 def test_passes_the_checker(monkeypatch):
     monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 4)  # each is a conversation over sockets
 

@@ -137,6 +137,7 @@ def bash(command):
     return HERMES.write(ToolCall("bash", {"command": command}))
 
 
+@pytest.mark.medium
 async def test_mini_swe_agent_is_an_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
