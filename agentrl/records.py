@@ -42,7 +42,8 @@ class ImagePart(TypedDict):
 class Message(TypedDict):
     """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them;
     `reasoning_content` are the thoughts of an assistant's message. An environment may give a content of OpenAI's parts,
-    text and `image_url`: their text becomes the content, with `images` beside."""
+    text and `image_url`: their text becomes the content, with `images` beside. A message that is `raw` is a whole
+    prompt: no chat template writes around it, and control tokens in it are control tokens."""
 
     role: str
     content: str
@@ -51,6 +52,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[dict[str, Json]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    raw: NotRequired[bool]
 
 
 Messages = tuple[Message, ...]

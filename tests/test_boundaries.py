@@ -28,8 +28,7 @@ from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.rendering.model_folder import ModelFolder
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.scoring_client import ScoringClient
-from agentrl.env.agent_programs.model_apis import apis
-from agentrl.env.agent_programs.model_endpoint import parsed
+from agentrl.env.agent_programs.model_endpoint import apis, parsed
 from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.env.chat_messages import plain_tools
 from agentrl.env.dataset_env import RowsEnv
@@ -364,6 +363,12 @@ BOUNDARIES = [
             "tools": [{"name": "look", "description": "Look.", "input_schema": TOOL["function"]["parameters"]}],
         },
         request("/v1/messages"),
+        {"model": "there is one model"},
+    ),
+    Boundary(
+        "text completions",
+        {"model": "policy", "prompt": "Two and", "stop": ["END"]},
+        request("/v1/completions"),
         {"model": "there is one model"},
     ),
     runner_log("pytest -rA", "PASSED", lambda test, status: f"=== short test summary info ===\n{status} {test}"),

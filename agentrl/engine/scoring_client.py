@@ -135,6 +135,21 @@ class ScoringClient:
             tokens=written_tokens if isinstance(written_tokens, int) else None,
         )
 
+    async def continuation(
+        self, prompt: str, *, deadline_s: float | None = None, **options: Json
+    ) -> tuple[str, str | None]:
+        """The text with which the model goes on from `prompt`, without a chat template, and why it ended. Raises as
+        `chat`."""
+        answer = await self._post("/v1/completions", {**self._model, "prompt": prompt, **options}, deadline_s)
+        try:
+            choice = answer["choices"][0]
+            text, finish_reason = choice["text"], choice.get("finish_reason")
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ScoreError(f"{self.url} gave no completion: {str(answer)[:200]}") from error
+        if not isinstance(text, str):
+            raise ScoreError(f"{self.url} gave no completion: {str(answer)[:200]}")
+        return text, finish_reason if isinstance(finish_reason, str | None) else json.dumps(finish_reason)
+
     async def reach(self, *, deadline_s: float = 10.0) -> None:
         """Connect once. Raises EngineUnavailable if nobody listens at the address; a server that answers anything, or
         nothing yet, is reachable."""

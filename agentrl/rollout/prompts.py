@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentrl.protocols import MessageRenderer
-from agentrl.records import POLICY, Messages, Turn
+from agentrl.records import POLICY, Message, Messages, Turn
 from agentrl.rollout.journal import EpisodeJournal
 from agentrl.rollout.live_env import LiveEnv
 from agentrl.rollout.render_messages import rendered
@@ -95,9 +95,39 @@ class Prompts:
         else:
             next_role, messages, history = self._env.latest.role, journal.start, None
         next_role = POLICY if next_role is None else next_role
+        if history is not None and (continued := self._continued(history)) is not None:
+            last_turn, messages = continued
+            prompt_ids = await self.extension(last_turn, messages)
+            return Prompt(next_role, last_turn.index, prompt_ids, journal.context_after(last_turn.index) + prompt_ids)
         last_turn = journal.last_turn_of(next_role)
         if history is not None or last_turn is None:
             prompt_ids = await self.start(messages if history is None else history)
             return Prompt(next_role, None, prompt_ids, prompt_ids)
         prompt_ids = await self.extension(last_turn, messages)
         return Prompt(next_role, last_turn.index, prompt_ids, journal.context_after(last_turn.index) + prompt_ids)
+
+    def _continued(self, history: Messages) -> tuple[Turn, Messages] | None:
+        """The turn that a raw prompt goes on from, and what the prompt adds to it; None if there is no such turn."""
+        new_text = _raw_text(history)
+        continued, added = None, new_text
+        # Texts are compared, since whoever sends a prompt knows no tokens: if it begins with an earlier prompt and the
+        # answer to it, both stay the tokens that they were (law 1). The token that ended the answer is a part of the
+        # text then. A client that leaves it out asks for a context without it, and gets a new branch.
+        for turn in self._journal.turns if new_text else ():
+            row_text = self._row_text(turn)
+            if row_text and new_text.startswith(row_text) and len(new_text) - len(row_text) <= len(added):
+                continued, added = turn, new_text[len(row_text) :]
+        return None if continued is None else (continued, (Message(role="user", content=added, raw=True),))
+
+    def _row_text(self, turn: Turn) -> str:
+        """The raw prompt of a turn and all that was sampled behind it; empty where the prompt was rendered."""
+        previous_answer = self._journal.turns[turn.index - 1].step if turn.index else None
+        history = previous_answer.history if previous_answer is not None else self._journal.start
+        prompt_text = _raw_text(history or ())
+        # The text of a turn lacks the token that ends it, and only the last such token is left out: one more is.
+        stop_token_ids = self._renderer.stop_token_ids[:1]
+        return prompt_text and prompt_text + self._renderer.decode((*turn.token_ids, *stop_token_ids))
+
+
+def _raw_text(messages: Messages) -> str:
+    return "".join(message["content"] for message in messages if message.get("raw"))

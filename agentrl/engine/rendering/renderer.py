@@ -26,6 +26,7 @@ from agentrl.engine.rendering.chat_template import one_by_one
 from agentrl.engine.rendering.conversations import Conversations, Tools, unread
 from agentrl.engine.rendering.demonstrations import Demonstrations
 from agentrl.engine.rendering.extensions import Extensions
+from agentrl.engine.rendering.guards import encode_piece
 from agentrl.engine.rendering.model_folder import ModelFolder
 from agentrl.engine.rendering.prefilled import ends_with_prefix, prefilled
 from agentrl.errors import ModelError
@@ -68,8 +69,11 @@ class Renderer:
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The prompt of a fresh conversation (or a fork), up to where the assistant speaks. Where the last message is
         the assistant's own text, the assistant goes on with it, as transformers' `continue_final_message` has it: a
-        turn that is closed and opened again would be a conversation that no model was trained on."""
+        turn that is closed and opened again would be a conversation that no model was trained on. Raw messages are the
+        prompt as they are, with the tokens that the tokenizer puts in front of every text."""
         conversations = self.conversations
+        if any(message.get("raw") for message in messages):
+            return tuple(conversations.tokenizer.encode("".join(message["content"] for message in messages)).ids)
         plain_messages, template, tools = (
             conversations.plain(messages),
             conversations.template(tools=bool(tools)),
@@ -87,8 +91,11 @@ class Renderer:
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
-        itself, the new messages, and the opening of the next turn. `tools` are those of the conversation."""
+        itself, the new messages, and the opening of the next turn. `tools` are those of the conversation. Raw messages
+        are appended as they are."""
         conversations = self.conversations
+        if any(message.get("raw") for message in messages):
+            return tuple(encode_piece(conversations.tokenizer, "".join(message["content"] for message in messages)))
         added_ids = self.extensions.extended(sampled, conversations.plain(messages), conversations.guards.tools(tools))
         return conversations.with_images(added_ids, messages)
 

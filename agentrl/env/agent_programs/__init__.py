@@ -3,6 +3,7 @@
 program_env      ProgramEnv: each request of the program is an observation, each action its answer
 session          the program at work
 model_apis       the HTTP APIs that it may speak
+text_completions the older one of them, for a text without a template
 open_requests    its requests that wait for an answer
 request_checks   what a request must be before any part of it becomes an observation
 """

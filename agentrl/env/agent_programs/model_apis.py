@@ -1,4 +1,5 @@
 """The model APIs that agent programs speak, translated: OpenAI's chat completions and responses, Anthropic's messages.
+`text_completions` has the older one beside them.
 
 A request becomes a `Conversation` (messages and tools as our records have them), a `Reply` becomes the API's answer,
 whole or as a stream of events. It knows neither episodes nor tokens: counts of tokens are those of the reply, by
@@ -31,24 +32,24 @@ from agentrl.env.agent_programs.request_checks import (
 )
 from agentrl.env.chat_messages import text_of
 from agentrl.env.spaces import ROLES, Messages
-from agentrl.env.tools.calls import MAX_DEPTH, ToolCall, check_plain, dump, own_id
+from agentrl.env.tools.calls import MAX_DEPTH, Parsed, ToolCall, check_plain, dump, own_id
 from agentrl.env.tools.parsers import ToolFormat
 from agentrl.errors import StructuralParseError
 from agentrl.records import Json, Message
 
 Fields = Mapping[str, Any]
 
-_NO_FORM: Final = "the policy's answer is sampled without a form: ask for it in the messages"
+NO_FORM: Final = "the policy's answer is sampled without a form: ask for it in the messages"
 _NO_CHOICE: Final = "a call cannot be forced: give 'auto' or 'none'"
-_NO_LOGPROBS: Final = "log-probabilities are the run's"
-_FORMS: Final = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar")
-_SAMPLING: Final = frozenset(
+NO_LOGPROBS: Final = "log-probabilities are the run's"
+FORMS: Final = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar")
+SAMPLING: Final = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     }
 )
-_BOOKKEEPING: Final = frozenset(
+BOOKKEEPING: Final = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata", "parallel_tool_calls"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
@@ -73,6 +74,11 @@ class Conversation:
     tools: tuple[Fields, ...] = ()
     stops: tuple[str, ...] = ()
     sampling: Fields = field(default_factory=dict[str, Json])
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is one text, which the policy goes on with."""
+        return any(message.get("raw") for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +123,8 @@ class Reply:
 
 def reply_of(form: ToolFormat, action: str, conversation: Conversation, *, id: str, is_cut: bool) -> Reply:
     """The policy's action as the reply to `conversation`: calls only where all of them are whole, else the text as it
-    is; thoughts apart from it."""
-    parsed_action = form.parse(action, conversation.tools)
+    is; thoughts apart from it. What goes on from a raw text is text alone."""
+    parsed_action = Parsed(action, ()) if conversation.is_raw else form.parse(action, conversation.tools)
     reply_text, reply_calls = action, tuple[ToolCall, ...]()
     if not parsed_action.calls:
         reply_text = parsed_action.text.lstrip() if parsed_action.thoughts else parsed_action.text
@@ -184,8 +190,12 @@ class Api(ABC):
         stop_texts = cast("tuple[Any, ...]", conversation.stops)
         if len(stop_texts) > _MOST_STOPS or not all(isinstance(stop_text, str) for stop_text in stop_texts):
             raise UnservedRequest(f"stops must be texts, at most {_MOST_STOPS}")
-        sampling = {key: body[key] for key in self._sampling.honoured & self.keys.sampling if body.get(key) is not None}
+        sampling = self._sampling_of(body)
         return replace(conversation, sampling=sampling) if sampling else conversation
+
+    def _sampling_of(self, body: Fields) -> Fields:
+        """The keys about sampling that are honoured, as the request has them."""
+        return {key: body[key] for key in self._sampling.honoured & self.keys.sampling if body.get(key) is not None}
 
     def _bound(self, body: Fields) -> None:
         """Refuse lists that are too long before anything walks them."""
@@ -217,22 +227,22 @@ class ChatCompletions(Api):
     path = "/v1/chat/completions"
     keys = RequestKeys(
         honoured=frozenset({"messages", "tools", "tool_choice", "stop", "stream", "stream_options", "model"}),
-        sampling=_SAMPLING
+        sampling=SAMPLING
         | {"max_completion_tokens", "logit_bias", "reasoning_effort", "reasoning", "verbosity", "chat_template_kwargs"},
-        bookkeeping=_BOOKKEEPING | {"prediction"},
+        bookkeeping=BOOKKEEPING | {"prediction"},
         refused={
             "n": Refused(not_in(1), "n must be 1: an episode has one continuation"),
-            "response_format": Refused(kind_not_in("text"), _NO_FORM),
+            "response_format": Refused(kind_not_in("text"), NO_FORM),
             "functions": Refused(always, "give tools: functions are not served"),
             "function_call": Refused(not_in("auto", "none"), "give tools: functions are not served"),
             "tool_choice": Refused(not_in("auto", "none"), _NO_CHOICE),
-            "logprobs": Refused(always, _NO_LOGPROBS),
-            "top_logprobs": Refused(always, _NO_LOGPROBS),
+            "logprobs": Refused(always, NO_LOGPROBS),
+            "top_logprobs": Refused(always, NO_LOGPROBS),
             "modalities": Refused(not_in(["text"]), "the policy writes text"),
             "audio": Refused(always, "the policy writes text"),
             "web_search_options": Refused(always, "nothing is searched here: offer a tool"),
             "continue_final_message": Refused(always, "an answer is a message of its own"),
-            **{key: Refused(always, _NO_FORM) for key in _FORMS},
+            **{key: Refused(always, NO_FORM) for key in FORMS},
             **{key: Refused(always, "answers are sampled, one at a time") for key in ("best_of", "use_beam_search")},
         },
     )
@@ -240,16 +250,13 @@ class ChatCompletions(Api):
     def _read(self, body: Fields) -> Conversation:
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
         messages = tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(entries))
-        stop_value = body.get("stop") or ()
-        stop_texts = (stop_value,) if isinstance(stop_value, str) else tuple(stop_value)
-        if not isinstance(body.get("stream_options") or {}, dict):
-            raise UnservedRequest(f"stream_options = {shown(body['stream_options'])}: give an object")
-        return Conversation(messages, _functions(body), stop_texts)
+        stream_options_of(body)
+        return Conversation(messages, _functions(body), stop_texts_of(body))
 
     def write(self, reply: Reply, body: Fields) -> Json:
         chat_message = {**_chat_reply(reply), "content": reply.text or None}
         only_choice = {"index": 0, "message": chat_message, "finish_reason": _chat_finish(reply), "logprobs": None}
-        return {**_chat_head(reply, body, "chat.completion"), "choices": [only_choice], "usage": _usage(reply)}
+        return {**_chat_head(reply, body, "chat.completion"), "choices": [only_choice], "usage": usage_of(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
         chunk_head = _chat_head(reply, body, "chat.completion.chunk")
@@ -262,9 +269,9 @@ class ChatCompletions(Api):
             {**chunk_head, "choices": [{"index": 0, "delta": reply_delta, "finish_reason": None}]},
             {**chunk_head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
         ]
-        if cast("Fields", body.get("stream_options") or {}).get("include_usage"):
-            event_chunks.append({**chunk_head, "choices": [], "usage": _usage(reply)})
-        return [("", event_chunk) for event_chunk in event_chunks] + [("", _DONE)]
+        if stream_options_of(body).get("include_usage"):
+            event_chunks.append({**chunk_head, "choices": [], "usage": usage_of(reply)})
+        return [("", event_chunk) for event_chunk in event_chunks] + [("", DONE)]
 
 
 class Responses(Api):
@@ -275,12 +282,12 @@ class Responses(Api):
         honoured=frozenset(
             {"input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "model"}
         ),
-        sampling=_SAMPLING | {"max_output_tokens", "reasoning"},
-        bookkeeping=_BOOKKEEPING | {"truncation", "include", "stream_options", "context_management"},
+        sampling=SAMPLING | {"max_output_tokens", "reasoning"},
+        bookkeeping=BOOKKEEPING | {"truncation", "include", "stream_options", "context_management"},
         refused={
-            "text": Refused(_has_form, _NO_FORM),
+            "text": Refused(_has_form, NO_FORM),
             "tool_choice": Refused(not_in("auto", "none"), _NO_CHOICE),
-            "top_logprobs": Refused(always, _NO_LOGPROBS),
+            "top_logprobs": Refused(always, NO_LOGPROBS),
             "conversation": Refused(always, "send the whole conversation, or previous_response_id"),
             "prompt": Refused(always, "there are no stored prompts: send instructions and input"),
             "background": Refused(always, "wait for the answer"),
@@ -337,7 +344,7 @@ class Responses(Api):
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "error": None,
-            "model": _model(body),
+            "model": model_of(body),
             "output": [dict(output_item) for output_item in output],
             "parallel_tool_calls": True,
             "tool_choice": body.get("tool_choice") or "auto",
@@ -377,12 +384,12 @@ class AnthropicMessages(Api):
     path = "/v1/messages"
     keys = RequestKeys(
         honoured=frozenset({"messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "model"}),
-        sampling=_SAMPLING | {"thinking"},
-        bookkeeping=_BOOKKEEPING | {"betas", "anthropic_version", "context_management", "cache_control"},
+        sampling=SAMPLING | {"thinking"},
+        bookkeeping=BOOKKEEPING | {"betas", "anthropic_version", "context_management", "cache_control"},
         refused={
             "tool_choice": Refused(kind_not_in("auto", "none"), _NO_CHOICE),
-            "output_format": Refused(always, _NO_FORM),
-            "output_config": Refused(_has_form, _NO_FORM),
+            "output_format": Refused(always, NO_FORM),
+            "output_config": Refused(_has_form, NO_FORM),
             "mcp_servers": Refused(always, "no server is called from here: offer tools"),
             "container": Refused(always, "there are no containers here"),
         },
@@ -463,19 +470,14 @@ class AnthropicMessages(Api):
             "id": f"msg_{reply.name}",
             "type": "message",
             "role": "assistant",
-            "model": _model(body),
+            "model": model_of(body),
             "usage": {"input_tokens": reply.tokens[0], "output_tokens": reply.tokens[1]},
         }
 
 
-def apis(sampling: SamplingKeys = OF_THE_RUN) -> dict[str, Api]:
-    """All of them by path, fresh for one episode."""
-    return {api.path: api for api in (ChatCompletions(sampling), Responses(sampling), AnthropicMessages(sampling))}
-
-
 _MESSAGES: Final = Messages(sys.maxsize, sys.maxsize)
 _MOST_STOPS: Final = 64  # each is looked for in the whole of a reply
-_DONE: Final = "[DONE]"
+DONE: Final = "[DONE]"
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
 _MOST_NAME: Final = 200
 _ANTHROPIC_BLOCKS: Final = ("tool_result", "tool_use", "thinking", "redacted_thinking")
@@ -509,20 +511,35 @@ _OF_TOOL: Final = frozenset(
 
 def event_text(data: Json) -> str:
     """The data of one event as it is written to the wire."""
-    return data if data == _DONE else json.dumps(data)
+    return data if data == DONE else json.dumps(data)
 
 
-def _model(body: Fields) -> str:
+def stop_texts_of(body: Fields) -> tuple[str, ...]:
+    """The stop texts of OpenAI's APIs: one, or a list of them."""
+    stop_value = body.get("stop") or ()
+    return (stop_value,) if isinstance(stop_value, str) else tuple(stop_value)
+
+
+def stream_options_of(body: Fields) -> Fields:
+    """The options of a stream. Raises UnservedRequest."""
+    stream_options: Any = body.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise UnservedRequest(f"stream_options = {shown(stream_options)}: give an object")
+    return cast("Fields", stream_options)
+
+
+def model_of(body: Fields) -> str:
     """The name of the model as the program wrote it."""
     model_name = body.get("model")
     return model_name[:_MOST_NAME] if isinstance(model_name, str) else "policy"
 
 
 def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.name}", "object": kind, "created": 0, "model": _model(body)}
+    return {"id": f"chatcmpl-{reply.name}", "object": kind, "created": 0, "model": model_of(body)}
 
 
-def _usage(reply: Reply) -> dict[str, Json]:
+def usage_of(reply: Reply) -> dict[str, Json]:
+    """The counts of tokens as OpenAI's older APIs write them."""
     prompt, answer = reply.tokens
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 

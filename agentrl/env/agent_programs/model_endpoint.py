@@ -15,9 +15,20 @@ from typing import Any, Final, NoReturn, cast
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, apis, event_text
+from agentrl.env.agent_programs.model_apis import (
+    OF_THE_RUN,
+    AnthropicMessages,
+    Api,
+    ChatCompletions,
+    Conversation,
+    Reply,
+    Responses,
+    SamplingKeys,
+    event_text,
+)
 from agentrl.env.agent_programs.open_requests import OpenRequests
 from agentrl.env.agent_programs.request_checks import UnservedRequest
+from agentrl.env.agent_programs.text_completions import TextCompletions
 from agentrl.http.http_server import Typed
 from agentrl.records import Json
 
@@ -79,6 +90,12 @@ def body_bound(observation_bytes: int) -> int:
     """The most bytes of a request of an episode whose answers may have `observation_bytes` of text: as JSON, with
     tools and with pictures, which are named to the policy, it is larger than its text."""
     return min(MAX_BODY, max(_LEAST_BODY, 2 * observation_bytes))
+
+
+def apis(sampling: SamplingKeys = OF_THE_RUN) -> dict[str, Api]:
+    """All APIs by path, fresh for one episode."""
+    kinds = (ChatCompletions, Responses, AnthropicMessages, TextCompletions)
+    return {kind.path: kind(sampling) for kind in kinds}
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -87,6 +87,9 @@ class ServedModel:
         return self._read(completion, tools)
 
     async def _request(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> ChatCompletion:
+        if any(message.get("raw") for message in messages):
+            notice = "a prompt without a chat template is sent as a message: the server writes its template around it"
+            notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
         conversation = as_api(messages, with_thoughts=self._returns_thoughts)
         offered_tools: dict[str, Json] = {}
         if tools and self._writes_calls_as_text:
@@ -130,7 +133,10 @@ class ServedModel:
                 for parsed_call in parsed_text.calls
             ]
         return TextAnswer(
-            clean_text(answer_text + "".join(call_texts)), api_message, answer.tokens, was_cut=self._was_cut(answer)
+            clean_text(answer_text + "".join(call_texts)),
+            api_message,
+            answer.tokens,
+            was_cut=was_cut_by(answer.finish_reason, self._client.url),
         )
 
     def _calls_of(
@@ -151,18 +157,21 @@ class ServedModel:
                 call_texts.append(written_call[1])
         return api_calls, call_texts
 
-    def _was_cut(self, answer: ChatCompletion) -> bool:
-        """Whether a limit of tokens ended an answer. Raises EngineBroke if the server broke it off."""
-        finish_reason = (answer.finish_reason or "stop").lower()
-        # A server that breaks an answer off has failed, and what arrived is not what the model would have written:
-        # scored, it would be a cut answer of the model's.
-        if finish_reason in _BROKEN:
-            raise EngineBroke(f"{self._client.url} broke its answer off: finish_reason {answer.finish_reason!r}")
-        if finish_reason not in _ENDED and finish_reason not in _CUT:
-            shown_reason = clean_text(finish_reason)[:60]
-            notice = f"the finish_reason {shown_reason!r} is not known: the answer counts as one that ended"
-            notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
-        return finish_reason in _CUT
+
+def was_cut_by(finish_reason: str | None, url: str) -> bool:
+    """Whether a limit of tokens ended an answer of the server at `url`. Raises EngineBroke if the server broke it
+    off."""
+    named_reason = (finish_reason or "stop").lower()
+    # A server that breaks an answer off has failed, and what arrived is not what the model would have written: scored,
+    # it would be a cut answer of the model's.
+    if named_reason in _BROKEN:
+        raise EngineBroke(f"{url} broke its answer off: finish_reason {finish_reason!r}")
+    if named_reason not in _ENDED and named_reason not in _CUT:
+        notice = (
+            f"the finish_reason {clean_text(named_reason)[:60]!r} is not known: the answer counts as one that ended"
+        )
+        notices.note(ANSWERS, notice, place=url, by_policy=True)
+    return named_reason in _CUT
 
 
 def as_api(messages: Sequence[Message], *, with_thoughts: bool = True) -> list[Message]:

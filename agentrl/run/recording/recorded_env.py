@@ -177,7 +177,7 @@ class RecordedConversation(Env):
         reply = _reply(tool_format, action, conversation, turn_index, episode_id, self.action_cut, self._tokens)
         if pending is not None:
             self._endpoint.requests.answer(reply)
-        answer_place = transcripts.after(self._request_place, reply.message)
+        answer_place = transcripts.answered(conversation, reply)
         self._moved(self._request_place, answer_place)
         pending = self._ahead or await self._next()
         self._ahead = None
@@ -192,7 +192,7 @@ class RecordedConversation(Env):
         with_tools = current.tools != previous.tools
         info |= request_facts(current, with_tools=with_tools)
         if (
-            not with_tools
+            not (with_tools or current.is_raw or previous.is_raw)
             and len(current.messages) >= answered_count
             and transcripts.places(current)[answered_count] == answer_place
         ):

@@ -22,12 +22,13 @@ from typing import Final
 
 import trio
 
-from agentrl.env.agent_programs.model_apis import Api, Conversation, Responses, apis
+from agentrl.env.agent_programs.model_apis import Api, Conversation, Responses
 from agentrl.env.agent_programs.model_endpoint import (
     ModelEndpoint,
     Request,
     RequestReader,
     Response,
+    apis,
     is_retry,
     written,
 )
@@ -205,13 +206,13 @@ class Recorder:
     def _continued(self, api: Api, request: Request, conversation: Conversation) -> Recorded | None:
         """The conversation that a request repeats or goes on with, of two the newer; those that name a session are
         left out."""
-        *earlier_places, request_place = transcripts.places(conversation)
+        request_place = transcripts.places(conversation)[-1]
         for recorded in reversed(self._by_place.get(request_place, {})):
             requests = recorded.endpoint.requests
             is_repetition = requests.is_repeated_by(api.path, conversation, is_retry=is_retry(request))
             if recorded.request_place == request_place and (recorded.env is None or is_repetition):
                 return recorded
-        for prefix_place in (request_place, *reversed(earlier_places)):
+        for prefix_place in transcripts.earlier(conversation, self._by_place):
             for recorded in reversed(self._by_place.get(prefix_place, {})):
                 if recorded.answer_place == prefix_place:
                     return recorded
@@ -261,13 +262,12 @@ class Recorder:
         recorded = Recorded(replace(claim, start=None, turns=(), partial=None), session)
         recorded.used_s = trio.current_time()
         past_exchanges = self._exchanges(claim)
-        request_place = transcripts.places(past_exchanges[-1][0])[-1]
-        last_reply = past_exchanges[-1][1]
+        last_request, last_reply = past_exchanges[-1]
         self._keep(recorded)
         self._move(
             recorded,
-            request_place,
-            None if last_reply is None else transcripts.after(request_place, last_reply.message),
+            transcripts.places(last_request)[-1],
+            None if last_reply is None else transcripts.answered(last_request, last_reply),
         )
         last_step = claim.turns[-1].step if claim.turns else None
         if last_step is not None and (last_step.terminated or last_step.truncated):  # only its end is not written

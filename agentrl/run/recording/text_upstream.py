@@ -12,9 +12,10 @@ from typing import Any, Final
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_apis import Conversation
 from agentrl.env.tools.parsers import DEFAULT
+from agentrl.env.tools.tools import clean_text
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
-from agentrl.run.evaluation.served_model import ServedModel
+from agentrl.run.evaluation.served_model import ServedModel, was_cut_by
 from agentrl.run.recording.recorded_env import RecordedConversation
 
 _RENAMED: Final = {"max_output_tokens": "max_tokens"}  # keys of the other APIs, as chat completions call them
@@ -27,7 +28,8 @@ class TextUpstream:
     tool_format: str | None = DEFAULT
 
     def __init__(self, client: ScoringClient, env: RecordedConversation, *, deadline_s: float) -> None:
-        self._env, self._options, self._text = env, dict[str, Json](), ""
+        self._client, self._env, self._deadline_s = client, env, deadline_s
+        self._options, self._text = dict[str, Json](), ""
         env.template_format = DEFAULT  # the calls that the server gives are written so, and read so again
         self._model = ServedModel(client, env, deadline_s=deadline_s, options=self._options)
 
@@ -50,9 +52,18 @@ class TextUpstream:
         if conversation is not None:
             self._options.clear()
             self._options.update(_options(conversation))
+            if conversation.is_raw:
+                return await self._continued(conversation)
             model_answer = await self._model.answer(list(conversation.messages), [], conversation.tools)
             self._text, finish_reason = model_answer.text, "length" if model_answer.was_cut else "stop"
         return Generation(token_ids=(), logprobs=(), spans=(), finish=finish_reason)
+
+    async def _continued(self, conversation: Conversation) -> Generation:
+        prompt = "".join(message["content"] for message in conversation.messages)
+        text, finish_reason = await self._client.continuation(prompt, deadline_s=self._deadline_s, **self._options)
+        self._text = clean_text(text)
+        was_cut = was_cut_by(finish_reason, self._client.url)
+        return Generation(token_ids=(), logprobs=(), spans=(), finish="length" if was_cut else "stop")
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The answer as one chunk without tokens; raises as `generate`."""

@@ -2,19 +2,23 @@
 
 A place is the digest of the tools and of all messages so far. Equal places are equal conversations as a client sees
 them: thoughts, the ids of calls, the spelling of a call's arguments and blanks around an answer are left out, since
-clients rebuild answers from what they parsed.
+clients rebuild answers from what they parsed. A raw text has no messages: there a place is the digest of so many of
+its first characters, and says how many.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from agentrl.env.agent_programs.model_apis import Conversation
+from agentrl.env.agent_programs.model_apis import Conversation, Reply
 from agentrl.records import Json, Message
+
+_RAW: Final = b"raw:"
+_LENGTH_BYTES: Final = 8
 
 
 def opening(tools: Sequence[Mapping[str, Json]]) -> bytes:
@@ -29,10 +33,42 @@ def after(place: bytes, message: Message) -> bytes:
 
 def places(conversation: Conversation) -> list[bytes]:
     """The place before each message of a conversation, and last the one behind all of them."""
+    if conversation.is_raw:
+        return [_raw_place(_raw_text(conversation))]
     all_places = [opening(conversation.tools)]
     for message in conversation.messages:
         all_places.append(after(all_places[-1], message))
     return all_places
+
+
+def answered(conversation: Conversation, reply: Reply) -> bytes:
+    """The place behind the reply to a conversation, as its client sees it."""
+    if not conversation.is_raw:
+        return after(places(conversation)[-1], reply.message)
+    # Behind an empty answer to a text stands the text itself, and to send it again is no way of going on.
+    return _raw_place(_raw_text(conversation) + reply.text) if reply.text else _digest(b"", reply.name)
+
+
+def earlier(conversation: Conversation, known: Iterable[bytes]) -> list[bytes]:
+    """The places of which a conversation may be the continuation, the longest first: of a raw text those whose length
+    one of the `known` places has."""
+    if not conversation.is_raw:
+        return places(conversation)[::-1]
+    raw_text = _raw_text(conversation)
+    lengths = {
+        int.from_bytes(place[len(_RAW) : len(_RAW) + _LENGTH_BYTES]) for place in known if place.startswith(_RAW)
+    }
+    # A text has no borders at which it could have been answered, so only lengths that are known are looked for. Each
+    # of them costs a digest of the text: a few milliseconds for thousands of conversations with a raw text.
+    return [_raw_place(raw_text[:length]) for length in sorted(lengths, reverse=True) if length <= len(raw_text)]
+
+
+def _raw_text(conversation: Conversation) -> str:
+    return "".join(message["content"] for message in conversation.messages)
+
+
+def _raw_place(text: str) -> bytes:
+    return _RAW + len(text).to_bytes(_LENGTH_BYTES) + blake2b(text.encode(), digest_size=16).digest()
 
 
 def _compared(message: Message) -> list[Json]:

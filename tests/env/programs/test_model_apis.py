@@ -15,11 +15,13 @@ from agentrl.env.agent_programs.model_apis import (
     Conversation,
     Reply,
     Responses,
-    apis,
+    reply_of,
 )
+from agentrl.env.agent_programs.model_endpoint import apis
 from agentrl.env.agent_programs.program_env import news_of
 from agentrl.env.agent_programs.request_checks import MOST_MESSAGES, MOST_TOOL_PARTS, UnservedRequest
 from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.notices import OF_PROCESS
 
 USER = {"role": "user", "content": "q"}
@@ -30,6 +32,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [USER], "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}]},
 }
 CHAT, RESPONSES, ANTHROPIC = SOUND
+TEXT = "/v1/completions"
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 REFUSED = [
     (CHAT, "n", 2),
@@ -51,6 +54,17 @@ REFUSED = [
     (ANTHROPIC, "tool_choice", {"type": "tool", "name": "f"}),
     (ANTHROPIC, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
     (ANTHROPIC, "mcp_servers", [{"url": "http://x"}]),
+    (TEXT, "prompt", ["a", "b"]),
+    (TEXT, "prompt", [1, 2]),
+    (TEXT, "prompt", [[1, 2]]),
+    (TEXT, "prompt", ""),
+    (TEXT, "n", 2),
+    (TEXT, "best_of", 2),
+    (TEXT, "suffix", "end"),
+    (TEXT, "logprobs", 0),
+    (TEXT, "echo", "yes"),
+    (TEXT, "stream_options", 5),
+    (TEXT, "guided_regex", "a+"),
 ]
 SERVED = [
     (CHAT, "n", 1),
@@ -66,7 +80,7 @@ SERVED = [
 
 
 def read(path: str, **more: Any) -> Conversation:
-    return apis()[path].read({**SOUND[path], **more})
+    return apis()[path].read({**SOUND.get(path, {"prompt": "q"}), **more})
 
 
 @each_case(("path", "key", "value"), REFUSED)
@@ -78,6 +92,16 @@ def test_what_an_answer_cannot_honour_is_refused_by_name(path: str, key: str, va
 @each_case(("path", "key", "value"), SERVED)
 def test_what_asks_for_nothing_special_is_served(path: str, key: str, value: Any) -> None:
     assert len(read(path, **{key: value}).tools) == 1
+
+
+def test_a_text_is_a_conversation_without_a_template() -> None:
+    said = {"role": "user", "content": "<|im_start|>q", "raw": True}
+    for prompt in ("<|im_start|>q", ["<|im_start|>q"]):
+        conversation = read(TEXT, prompt=prompt, stop="end", echo=False, n=1, best_of=1, suffix="", logprobs=None)
+        assert conversation.is_raw and conversation == Conversation((said,), stops=("end",))  # pyright: ignore[reportArgumentType]
+    call = get_format("hermes").write(ToolCall("f", {}))
+    reply = reply_of(get_format("hermes"), f"<think>t</think>{call}", conversation, id="1", is_cut=False)
+    assert (reply.text, reply.calls, reply.thoughts) == (f"<think>t</think>{call}", (), "")
 
 
 @each_case("path", SOUND)

@@ -113,6 +113,29 @@ async def test_a_real_client_holds_a_conversation(program, stream):
         assert terminated and info["success"] and results == ["It shines."]
 
 
+@each_case("stream", [False, True])
+async def test_a_client_that_writes_its_own_template_extends_its_prompt(stream):
+    """The second prompt begins with the first and its answer, and the outcome is the text that the client has."""
+
+    def program(session):
+        client, prompt = clients(session), "Question: 1 + 1?\nAnswer:"
+        for _ in range(2):
+            answer = client.completions.create(model="m", prompt=prompt, stop=["\nQ"], stream=stream)
+            texts = [chunk.choices[0].text for chunk in answer] if stream else [answer.choices[0].text]
+            prompt += "".join(texts) + "\nQuestion: and 2?"
+        return len(prompt)
+
+    async with ProgramEnv(program) as env:
+        observation, _ = await env.areset(seed=0)
+        assert observation == ({"role": "user", "content": "Question: 1 + 1?\nAnswer:", "raw": True},)
+        observation, *_, info = await env.astep(" 2\nQuestion: 3?")
+        (prompt,) = info["history"]
+        assert observation == () and prompt["raw"] is True
+        assert prompt["content"] == "Question: 1 + 1?\nAnswer: 2\nQuestion: and 2?"
+        *_, terminated, _, info = await env.astep(" 4")
+        assert terminated and info["outcome"] == len(prompt["content"] + " 4\nQuestion: and 2?")
+
+
 def mini_swe_agent(session):
     """mini-swe-agent's own loop, model and local environment, in an empty folder."""
     from minisweagent.agents.default import DefaultAgent
