@@ -195,7 +195,8 @@ class Step:
     whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
 
     `outcome` is the episode's outcome reward and `success` whether it succeeded, each None if the environment does not
-    set it; `stop_reason` is why it ended. `history` replaces all messages before it: a fork. A `masked` turn stays in
+    set it; `stop_reason` is why it ended. `history` replaces all messages before it: a fork, unless it `continues` the
+    conversation of an earlier turn, whose tokens stay, with the messages of `observation`. A `masked` turn stays in
     context but not in the loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role
     (see `agentrl.env.multi_agent`). `unsettled` is added to the last turn's reward if something else ends the episode
     here, such as a limit of the run: a potential-based reward must then settle the potential of the current state.
@@ -210,6 +211,7 @@ class Step:
     success: bool | None = None
     stop_reason: StopReason | None = None
     history: Messages | None = None
+    continues: int | None = None
     masked: bool = False
     role: str | None = None
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])

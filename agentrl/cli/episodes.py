@@ -70,6 +70,9 @@ def export_episodes(
             return
         exported = select(run_store.reads, episode_choice, form, out, splits_thoughts=_writes_thoughts(run_folder))
     print(f"{exported.written} episodes in {out}")
+    if exported.branches:
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(exported.branches.items()))
+        print(f"{exported.branches.total()} turns in it begin a branch ({kinds})")
     if exported.broken_calls:
         print(f"{exported.broken_calls} turns in it hold a call that is not well-formed: they stand as text")
     if exported.cut:

@@ -136,6 +136,7 @@ def _step(
     # statements of this driver about this step.
     for driver_key in ("observation_cut", "compaction"):  # the driver's to say
         other_info.pop(driver_key, None)
+    continues = other_info.pop("continues", None)
     success, acting_role = other_info.pop("success", None), other_info.pop("role", None)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
@@ -144,6 +145,7 @@ def _step(
         success=None if success is None else bool(success),
         stop_reason=_reason(other_info.pop("stop_reason", None), named("stop_reason")),
         history=None if history is None else _messages(history, named("history")),
+        continues=None if continues is None else int(_number(continues, named("continues"))),
         masked=bool(other_info.pop("masked", False)),
         role=None if acting_role is None else _text(acting_role, named("role")),
         observation_cut=lost_bytes + lost_of_history,

@@ -42,7 +42,7 @@ _ORIGIN_KEYS = frozenset(
 _TALK_KEYS = _ORIGIN_KEYS | {"messages", "tools", "functions"}
 _PAIR_KEYS = _ORIGIN_KEYS | {"prompt", "completion", "tools", "functions"}
 _EXACT_KEYS = _ORIGIN_KEYS | {"turns"}
-_TURN_KEYS = frozenset({"parent", "prompt_ids", "token_ids", "learns"})
+_TURN_KEYS = frozenset({"parent", "prompt_ids", "token_ids", "learns", "branch"})  # the last one is for people
 _PICTURE_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 # Bounds of a conversation are a matter of an environment's declaration; a file has none. These are so large that only
 # nonsense is beyond them, and `max_context` is the bound that people set.

@@ -7,9 +7,9 @@ read and written. The same store and the same choice give the same file.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -64,8 +64,8 @@ class Choice:
 class Selected:
     """How many episodes are in the file, and how many were left out: their tokens are gone, nobody ever knew them
     (`texts`), they are no single conversation, or no turn of theirs is to be learned (`untaught`). Of the turns in the
-    file, `broken_calls` hold a call that is not well-formed, and stand as text; `cut` ended by their length, and stand
-    as context."""
+    file, `branches` begin a branch, by its kind, `broken_calls` hold a call that is not well-formed, and stand as text;
+    `cut` ended by their length, and stand as context."""
 
     written: int = 0
     texts: int = 0
@@ -74,6 +74,7 @@ class Selected:
     untaught: int = 0
     broken_calls: int = 0
     cut: int = 0
+    branches: Counter[str] = field(default_factory=Counter[str])
 
 
 def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_thoughts: bool = False) -> Selected:
@@ -177,10 +178,21 @@ def _token_line(trajectory: Trajectory, selected: Selected) -> dict[str, Any] | 
                 "prompt_ids": list(played_turn.prompt_ids),
                 "token_ids": list(played_turn.token_ids),
                 "learns": played_turn.learns and not _is_masked(played_turn),
+                **_branch(trajectory, played_turn.index, selected),
             }
             for played_turn in trajectory.turns
         ]
     }
+
+
+def _branch(trajectory: Trajectory, index: int, selected: Selected) -> dict[str, Any]:
+    """Where a branch comes from that begins with a turn, as its environment said."""
+    previous_step = trajectory.turns[index - 1].step if index else None
+    edge = None if previous_step is None else previous_step.info.get("branch")
+    if not isinstance(edge, dict):
+        return {}
+    selected.branches[str(edge.get("kind"))] += 1
+    return {"branch": edge}
 
 
 def _origin(trajectory: Trajectory) -> dict[str, Any]:

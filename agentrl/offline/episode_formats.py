@@ -326,6 +326,7 @@ def _verifiers_episode(trajectory: Trajectory, config: RunConfig) -> dict[str, A
 
 def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
     message_nodes: list[dict[str, Any]] = []
+    turn_nodes: list[int] = []
     end_nodes: list[int] = []  # the node that each turn ends with, its answer included
 
     def add(messages: Iterable[Message], parent: int | None, at_s: float) -> int | None:
@@ -346,8 +347,11 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
         rewritten = (
             None if played_turn.index == 0 else getattr(trajectory.turns[played_turn.index - 1].step, "history", None)
         )
-        if played_turn.parent is None and rewritten is not None:
+        if rewritten is not None and played_turn.parent is None:
             parent_node = add(rewritten, None, played_turn.started_s)
+        elif rewritten is not None and played_turn.parent is not None:  # other conversations took turns in between
+            news = trajectory.turns[played_turn.index - 1].step.observation
+            parent_node = add(news, turn_nodes[played_turn.parent], played_turn.started_s)
         token_count = len(played_turn.token_ids)
         message_nodes.append(
             {
@@ -362,8 +366,10 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
                 "logprobs": list(played_turn.logprobs),
             }
         )
+        turn_nodes.append(len(message_nodes) - 1)
+        is_followed = played_turn.step is not None and played_turn.step.history is None
         end_node = add(
-            () if played_turn.step is None else played_turn.step.observation,
+            played_turn.step.observation if is_followed else (),
             len(message_nodes) - 1,
             played_turn.ended_s,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from agentrl.errors import EnvError
 from agentrl.protocols import MessageRenderer
 from agentrl.records import POLICY, Message, Messages, Turn
 from agentrl.rollout.journal import EpisodeJournal
@@ -93,8 +94,10 @@ class Prompts:
             assert last_answer is not None, "the last turn is answered"
             next_role, messages, history = last_answer.role, last_answer.observation, last_answer.history
         else:
-            next_role, messages, history = self._env.latest.role, journal.start, None
+            last_answer, next_role, messages, history = None, self._env.latest.role, journal.start, None
         next_role = POLICY if next_role is None else next_role
+        if history is not None and last_answer is not None and last_answer.continues is not None:
+            return await self._beside(next_role, last_answer.continues, messages)
         if history is not None and (continued := self._continued(history)) is not None:
             last_turn, messages = continued
             prompt_ids = await self.extension(last_turn, messages)
@@ -105,6 +108,16 @@ class Prompts:
             return Prompt(next_role, None, prompt_ids, prompt_ids)
         prompt_ids = await self.extension(last_turn, messages)
         return Prompt(next_role, last_turn.index, prompt_ids, journal.context_after(last_turn.index) + prompt_ids)
+
+    async def _beside(self, role: str, turn_index: int, messages: Messages) -> Prompt:
+        """The prompt that goes on from the turn at `turn_index`, after which other conversations took turns. Raises
+        EnvError if `role` has no such turn."""
+        journal = self._journal
+        if not 0 <= turn_index < len(journal.turns) or journal.turns[turn_index].role != role:
+            raise EnvError(f"{self._env.task.env}: info['continues'] = {turn_index}: {role} took no such turn")
+        await self._env.tool_schemas(again=True)  # this conversation may offer others than the last one
+        prompt_ids = await self.extension(journal.turns[turn_index], messages)
+        return Prompt(role, turn_index, prompt_ids, journal.context_after(turn_index) + prompt_ids)
 
     def _continued(self, history: Messages) -> tuple[Turn, Messages] | None:
         """The turn that a raw prompt goes on from, and what the prompt adds to it; None if there is no such turn."""

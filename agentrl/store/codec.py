@@ -363,6 +363,7 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "success": bool,
     "stop_reason": StopReason,
     "history": tuple,
+    "continues": int,
     "masked": bool,
     "role": str,
     "rewards": _read_roles,

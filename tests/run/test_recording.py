@@ -200,6 +200,41 @@ def test_a_session_is_one_episode_whatever_it_asks(running: Running, in_path: bo
     assert first.task.options["session"] == "s-1"
 
 
+def test_conversations_of_one_session_keep_their_tokens_and_say_where_they_come_from(
+    running: Running, fake: FakeVLLM, tmp_path: Path
+) -> None:
+    """A sub-agent works between two requests of the main conversation, which is then made shorter."""
+    url = f"{running.url}/session/s-1"
+    main = [user("A first long question of the main conversation.")]
+    main.append(ask(url, *main))
+    ask(url, user("Something else, in another conversation."))
+    main.append(user("And then?"))
+    main.append(ask(url, *main))
+    ask(url, *main[2:], user("More?"))
+    copy, out = killed(running, tmp_path / "killed"), tmp_path / "out.jsonl"
+    with recorder(copy, fake.url) as again:  # also where the recorder was killed meanwhile
+        ask(f"{again.url}/session/s-1", *main, user("On the long way."))
+    (trajectory,) = again.episodes()
+    assert [turn.parent for turn in trajectory.turns] == [None, None, 0, None, 2]
+    for turn, parent in ((2, 0), (4, 2)):
+        row = [*context_ids(trajectory.turns, parent), *trajectory.turns[parent].token_ids]
+        assert fake.requests[turn]["token_ids"][: len(row)] == row, "the sampled tokens, and no other spelling"
+    shown = agentrl("export-episodes", copy, "--out", out, "--format", "tokens").out
+    assert "2 turns in it begin a branch (compaction: 1, new: 1)" in shown
+    (line,) = map(json.loads, out.read_text().splitlines())
+    edges = [turn.get("branch") for turn in line["turns"]]
+    assert edges == [None, {"kind": "new"}, None, {"kind": "compaction", "turn": 2}, None]
+    out = tmp_path / "traces"
+    assert agentrl("export-episodes", copy, "--out", out, "--format", "verifiers").out == f"1 episodes in {out}\n"
+    (line,) = map(json.loads, next(out.glob("*.jsonl")).read_text().splitlines())
+    nodes = line["traces"][0]["nodes"]
+    place, path = len(nodes) - 1, list[str]()
+    while place is not None:
+        path.insert(0, nodes[place]["message"]["content"])
+        place = nodes[place]["parent"]
+    assert path[:-1] == [*(message["content"] for message in main), "On the long way."]
+
+
 def test_a_client_decides_how_its_answers_are_sampled(running: Running, fake: FakeVLLM) -> None:
     ask(running.url, user("one"), temperature=0.5, top_p=0.9, max_completion_tokens=4, stop=["said"])
     sampling = fake.requests[-1]["sampling_params"]

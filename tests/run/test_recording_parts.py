@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from each_case import each_case
 
+from agentrl.env.agent_programs import transcripts
 from agentrl.env.agent_programs.model_apis import Conversation
 from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Message, SamplingParams
-from agentrl.run.recording import transcripts
 from agentrl.run.recording.client_sampling import ClientSampling, check_sampling, sampling_of
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}

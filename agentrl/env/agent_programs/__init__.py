@@ -5,6 +5,8 @@ session          the program at work
 model_apis       the HTTP APIs that it may speak
 text_completions the older one of them, for a text without a template
 open_requests    its requests that wait for an answer
+transcripts      digests by which a request is known to continue a conversation
+branches         which earlier answer a request goes on from, and edges between conversations
 request_checks   what a request must be before any part of it becomes an observation
 """
 

@@ -20,7 +20,8 @@ from gymnasium.error import ResetNeeded
 
 from agentrl import notices, registry
 from agentrl.env import sync_async
-from agentrl.env.agent_programs.model_apis import Conversation, Reply, reply_of
+from agentrl.env.agent_programs.branches import Branches
+from agentrl.env.agent_programs.model_apis import reply_of
 from agentrl.env.agent_programs.model_endpoint import body_bound
 from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
 from agentrl.env.agent_programs.session import Ended, Exited, Program, Running
@@ -105,6 +106,7 @@ class ProgramEnv(Env):
         self.tool_format, self.replayable = tool_format, replayable
         self._running: Running | None = None
         self._pending: Pending | None = None
+        self._branches = Branches()
         self._turns = self._unread = 0  # answers that the program has read, and those that it has not
 
     # --- hooks
@@ -143,6 +145,7 @@ class ProgramEnv(Env):
         await super().areset(seed=seed)
         self.task = self.make_task(dict(options or {}))
         self._turns = self._unread = 0
+        self._branches = Branches()
         program_box = await self._new_box()
         program = cast("Program | Sequence[str]", self._program)
         running_program = Running(program, self.task, program_box, body_bytes=body_bound(self.observation_bytes))
@@ -164,6 +167,7 @@ class ProgramEnv(Env):
         reply_id = f"{self._turns + self._unread + 1:04d}"
         reply = reply_of(format_of(self), action, pending.conversation, id=reply_id, is_cut=self.action_cut)
         running.answer(reply)
+        self._branches.add(pending.conversation, reply)
         with trio.move_on_after(self._silence_s):  # the policy has no part in this wait: what it wrote is not read yet
             await running.asks_again()
         # Here the clock of the policy starts: the program has read the answer, and whatever it does now the policy's
@@ -177,10 +181,8 @@ class ProgramEnv(Env):
         # nobody saw. They are bounded all the same: a client that never waits long enough would otherwise ask for ever.
         if isinstance(next_event, Pending) and max(self._turns, self._unread) < self._max_turns:
             self._pending = next_event
-            new_messages = news_of(pending.conversation, reply, next_event.conversation)
-            if new_messages is None:
-                return (), 0.0, False, False, {**step_info, "history": list(_copied(next_event.conversation.messages))}
-            return new_messages, 0.0, False, False, step_info
+            new_messages, branch_info = self._branches.following(next_event.conversation)
+            return new_messages, 0.0, False, False, {**step_info, **branch_info}
         observation, reward, terminated, truncated, last_info = await self._end(next_event, running.requests)
         return observation, reward, terminated, truncated, {**step_info, **last_info}
 
@@ -257,61 +259,6 @@ class ProgramEnv(Env):
                 grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
             last_info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
         return (), 0.0, True, False, last_info
-
-
-def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
-    """The messages that a request adds to the conversation that ended with `reply`; None if it does not extend it."""
-    earlier_count = len(before.messages)
-    if now.tools != before.tools or len(now.messages) <= earlier_count:
-        return None
-    # Compared as messages and not as tokens: the program never saw tokens. If they are equal, the tokens that were
-    # sampled stay, and only what is new behind them is encoded (law 1). If not, the conversation is another one, and a
-    # new branch with a prompt of its own begins.
-    if _without_thoughts(now.messages[:earlier_count]) != _without_thoughts(before.messages):
-        return None
-    # Clients rebuild the answer from what they parsed: key order and blanks within the arguments change, and ids may.
-    # None of that is another answer; another text or argument is.
-    if not _same(now.messages[earlier_count], reply):
-        return None
-    return _copied(with_tool_names(now.messages[earlier_count + 1 :], reply))
-
-
-def with_tool_names(messages: Sequence[Message], reply: Reply) -> list[Message]:
-    """The messages behind a reply, the results of its calls with the names of their tools, which few programs give and
-    some chat templates write."""
-    tool_names = {
-        str(tool_call.get("id")): str(tool_call["function"]["name"])
-        for tool_call in reply.message.get("tool_calls", ())
-    }
-    return [_named(message, tool_names) for message in messages]
-
-
-def _without_thoughts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as they are compared: many clients repeat the thoughts of some earlier answers and not of others."""
-    return [
-        {message_key: key_value for message_key, key_value in message.items() if message_key != "reasoning_content"}
-        for message in messages
-    ]
-
-
-def _named(message: Message, names: Mapping[str, str]) -> Message:
-    """A tool's result with the tool's name."""
-    tool_name = names.get(message.get("tool_call_id", ""))
-    return (
-        message if tool_name is None or message["role"] != "tool" else cast("Message", {"name": tool_name, **message})
-    )
-
-
-def _same(message: Message, reply: Reply) -> bool:
-    """Whether a program sends the reply back as it got it; blanks around the text and the calls' ids may differ."""
-    if message["role"] != "assistant" or message["content"].strip() != reply.text.strip():
-        return False
-    sent_functions = [tool_call.get("function", {}) for tool_call in message.get("tool_calls", ())]
-    try:
-        sent_calls = [(tool_call["name"], json.loads(tool_call["arguments"])) for tool_call in sent_functions]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-    return sent_calls == [(tool_call.name, dict(tool_call.arguments)) for tool_call in reply.calls]
 
 
 def _copied(messages: Sequence[Message]) -> Messages:

@@ -4,5 +4,4 @@ record           the command: folder, engine, server, the program that it may st
 recorder         which conversation a request belongs to; conversations begin, sleep, go on and end
 recorded_env     one conversation as an environment, whose actions are the answers
 client_sampling  an answer sampled as its client asks for it
-transcripts      digests by which a request is known to continue a conversation
 """

@@ -15,16 +15,16 @@ from typing import Any, Final, cast
 
 import trio
 
+from agentrl.env.agent_programs import transcripts
+from agentrl.env.agent_programs.branches import Branches
 from agentrl.env.agent_programs.model_apis import Conversation, Reply, reply_of
 from agentrl.env.agent_programs.model_endpoint import ModelEndpoint
 from agentrl.env.agent_programs.open_requests import Pending
-from agentrl.env.agent_programs.program_env import with_tool_names
 from agentrl.env.core import Env, Info, ResetResult, StepResult
 from agentrl.env.tools.parsers import ToolFormat, format_of
 from agentrl.errors import EnvError
 from agentrl.host.clocks import host_time
 from agentrl.records import Json, Message, Messages, StopReason, Task, context_ids
-from agentrl.run.recording import transcripts
 from agentrl.store import Claim
 
 _REQUEST: Final = "request"
@@ -105,6 +105,10 @@ class RecordedConversation(Env):
             if restored
             else []
         )
+        self._branches = Branches()
+        for past_conversation, past_reply in restored[: len(self._past)]:
+            if past_reply is not None:
+                self._branches.add(past_conversation, past_reply)
         self._turn = 0  # the index of the next action
         self._conversation = restored[-1][0] if restored else Conversation(())
         self._request_place = _place(self._conversation)
@@ -162,13 +166,10 @@ class RecordedConversation(Env):
         turn_index, self._turn = self._turn, self._turn + 1
         if turn_index < len(self._past):
             past_step = self._past[turn_index]
-            return (
-                past_step.observation,
-                0.0,
-                False,
-                False,
-                {} if past_step.history is None else {"history": list(past_step.history)},
-            )
+            past_info: Info = {} if past_step.history is None else {"history": list(past_step.history)}
+            if past_step.continues is not None:
+                past_info["continues"] = past_step.continues
+            return past_step.observation, 0.0, False, False, past_info
         await self._find_current()
         pending, self._current = self._current, None
         is_lost = pending is None
@@ -177,8 +178,8 @@ class RecordedConversation(Env):
         reply = _reply(tool_format, action, conversation, turn_index, episode_id, self.action_cut, self._tokens)
         if pending is not None:
             self._endpoint.requests.answer(reply)
-        answer_place = transcripts.answered(conversation, reply)
-        self._moved(self._request_place, answer_place)
+        self._branches.add(conversation, reply)
+        self._moved(self._request_place, transcripts.answered(conversation, reply))
         pending = self._ahead or await self._next()
         self._ahead = None
         # Sampled to its end for a client that has gone elsewhere: nobody has read it.
@@ -186,18 +187,12 @@ class RecordedConversation(Env):
         info: Info = {"masked": True} if is_unread else {}
         if pending is None:
             return (), 0.0, True, False, {"stop_reason": StopReason.DONE.value, **info, **self._verdict}
-        previous = self._conversation
+        previous, current = self._conversation, pending.conversation
         self._take(pending)
-        current, answered_count = pending.conversation, len(previous.messages) + 1
         with_tools = current.tools != previous.tools
         info |= request_facts(current, with_tools=with_tools)
-        if (
-            not (with_tools or current.is_raw or previous.is_raw)
-            and len(current.messages) >= answered_count
-            and transcripts.places(current)[answered_count] == answer_place
-        ):
-            return _copied(with_tool_names(current.messages[answered_count:], reply)), 0.0, False, False, info
-        return (), 0.0, False, False, {**info, "history": list(_copied(current.messages))}
+        observation, branch_info = self._branches.following(current)
+        return observation, 0.0, False, False, {**info, **branch_info}
 
     # --- inside
 

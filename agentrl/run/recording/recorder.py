@@ -22,6 +22,7 @@ from typing import Final
 
 import trio
 
+from agentrl.env.agent_programs import transcripts
 from agentrl.env.agent_programs.model_apis import Api, Conversation, Responses
 from agentrl.env.agent_programs.model_endpoint import (
     ModelEndpoint,
@@ -41,7 +42,6 @@ from agentrl.records import StopReason, Task
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.drain import HandedBack, TurnGate
 from agentrl.rollout.episode import play
-from agentrl.run.recording import transcripts
 from agentrl.run.recording.client_sampling import KEYS, check_sampling
 from agentrl.run.recording.recorded_env import Exchanges, RecordedConversation, exchanges, request_facts
 from agentrl.run.run_folder import RECORDED

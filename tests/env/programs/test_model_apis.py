@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from each_case import each_case
 
+from agentrl.env.agent_programs.branches import Branches
 from agentrl.env.agent_programs.model_apis import (
     AnthropicMessages,
     Api,
@@ -18,7 +19,6 @@ from agentrl.env.agent_programs.model_apis import (
     reply_of,
 )
 from agentrl.env.agent_programs.model_endpoint import apis
-from agentrl.env.agent_programs.program_env import news_of
 from agentrl.env.agent_programs.request_checks import MOST_MESSAGES, MOST_TOOL_PARTS, UnservedRequest
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
@@ -262,8 +262,10 @@ def test_a_client_that_repeats_some_thoughts_and_leaves_out_others_makes_no_fork
     said = {"role": "assistant", "content": "4"}
     before = read(CHAT, messages=[USER, {**said, "reasoning_content": "t"}, USER])
     now = read(CHAT, messages=[USER, said, USER, {**said, "reasoning": "u"}, {"role": "user", "content": "on"}])
-    news = news_of(before, Reply("1", "4", thoughts="u"), now)
-    assert news is not None and [message["content"] for message in news] == ["on"]
+    branches = Branches()
+    branches.add(before, Reply("1", "4", thoughts="u"))
+    news, info = branches.following(now)
+    assert [message["content"] for message in news] == ["on"] and not info
 
 
 # --- answers

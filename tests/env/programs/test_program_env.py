@@ -21,8 +21,8 @@ from gymnasium.error import ResetNeeded
 import agentrl
 from agentrl import notices
 from agentrl.env.agent_programs import ProgramEnv
+from agentrl.env.agent_programs.branches import Branches
 from agentrl.env.agent_programs.model_apis import Conversation, Reply
-from agentrl.env.agent_programs.program_env import news_of
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EnvError, SandboxError, UsageError
@@ -106,7 +106,8 @@ async def test_a_program_that_rewrites_history_makes_a_fork():
         assert observation == (user("Next?"),) and info == {}
         observation, *_, info = await env.astep("2")
         assert observation == ()
-        assert info == {"history": [user("Next?"), {"role": "assistant", "content": "2"}, user("Next?")]}
+        shorter = [user("Next?"), {"role": "assistant", "content": "2"}, user("Next?")]
+        assert info == {"history": shorter, "branch": {"kind": "compaction", "turn": 1}}
         *_, terminated, _, info = await env.astep("3")
         assert terminated and info == {"stop_reason": "done"}
 
@@ -114,6 +115,12 @@ async def test_a_program_that_rewrites_history_makes_a_fork():
 def conversation(*texts, tools=()):
     roles = ("user", "assistant")
     return Conversation(tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts)), tools)
+
+
+def following(before, reply, now):
+    branches = Branches()
+    branches.add(before, reply)
+    return branches.following(now)
 
 
 @each_case(
@@ -129,17 +136,18 @@ def conversation(*texts, tools=()):
     ],
 )
 def test_what_a_request_adds(now, news):
-    found = news_of(conversation("q"), Reply("1", "a"), now)
-    assert (None if found is None else tuple(message["content"] for message in found)) == news
+    found, info = following(conversation("q"), Reply("1", "a"), now)
+    assert (None if info else tuple(message["content"] for message in found)) == news
 
 
 def test_calls_are_compared_by_value_not_by_id():
     reply = Reply("1", "", (ToolCall("f", {"a": 1}),))
     sent = {"role": "assistant", "content": "", "tool_calls": [{"id": "mine", "function": {"name": "f"}}]}
     sent["tool_calls"][0]["function"]["arguments"] = '{ "a" : 1 }'
-    assert news_of(conversation("q"), reply, Conversation((*conversation("q").messages, sent))) == ()
+    assert following(conversation("q"), reply, Conversation((*conversation("q").messages, sent))) == ((), {})
     sent["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'
-    assert news_of(conversation("q"), reply, Conversation((*conversation("q").messages, sent))) is None
+    _, info = following(conversation("q"), reply, Conversation((*conversation("q").messages, sent)))
+    assert info["branch"]["kind"] == "new"
 
 
 # --- the other dialects
