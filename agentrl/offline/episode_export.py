@@ -186,12 +186,12 @@ def _token_line(trajectory: Trajectory, selected: Selected) -> dict[str, Any] | 
 
 
 def _branch(trajectory: Trajectory, index: int, selected: Selected) -> dict[str, Any]:
-    """Where a branch comes from that begins with a turn, as its environment said."""
+    """Where a branch comes from that begins with a turn, as its environment reported it."""
     previous_step = trajectory.turns[index - 1].step if index else None
     edge = None if previous_step is None else previous_step.info.get("branch")
     if not isinstance(edge, dict):
         return {}
-    selected.branches[str(edge.get("kind"))] += 1
+    selected.branches[str(cast("dict[str, Any]", edge).get("kind"))] += 1
     return {"branch": edge}
 
 

@@ -344,14 +344,13 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
         parent_node = root_node if played_turn.parent is None else end_nodes[played_turn.parent]
         # A turn whose parent is not the turn before begins a context of its own (its environment rewrote the
         # history). In a tree of messages that is another root, with the messages that the environment put there.
-        rewritten = (
-            None if played_turn.index == 0 else getattr(trajectory.turns[played_turn.index - 1].step, "history", None)
-        )
-        if rewritten is not None and played_turn.parent is None:
-            parent_node = add(rewritten, None, played_turn.started_s)
-        elif rewritten is not None and played_turn.parent is not None:  # other conversations took turns in between
-            news = trajectory.turns[played_turn.index - 1].step.observation
-            parent_node = add(news, turn_nodes[played_turn.parent], played_turn.started_s)
+        previous_step = trajectory.turns[played_turn.index - 1].step if played_turn.index else None
+        if previous_step is not None and previous_step.history is not None:
+            if played_turn.parent is None:
+                parent_node = add(previous_step.history, None, played_turn.started_s)
+            else:  # other conversations took turns in between
+                news = previous_step.observation
+                parent_node = add(news, turn_nodes[played_turn.parent], played_turn.started_s)
         token_count = len(played_turn.token_ids)
         message_nodes.append(
             {
@@ -367,9 +366,9 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
             }
         )
         turn_nodes.append(len(message_nodes) - 1)
-        is_followed = played_turn.step is not None and played_turn.step.history is None
+        next_step = played_turn.step
         end_node = add(
-            played_turn.step.observation if is_followed else (),
+            next_step.observation if next_step is not None and next_step.history is None else (),
             len(message_nodes) - 1,
             played_turn.ended_s,
         )

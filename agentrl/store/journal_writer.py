@@ -61,12 +61,13 @@ _AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait 
 class Write:
     """A requested write. `result` is None until it is committed or has failed."""
 
-    __slots__ = ("call", "result", "shared", "task")
+    __slots__ = ("call", "result", "shared", "task", "then")
 
     def __init__(self, call: Callable[[], Any], shared: bool) -> None:
         self.call, self.shared = call, shared
         self.result: Result | None = None
         self.task: trio.lowlevel.Task | None = None  # waits for it
+        self.then: Callable[[], None] | None = None  # called once it is committed
 
 
 def _written(
@@ -116,6 +117,8 @@ class JournalWriter:
         """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer. Writes
         wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
         self.store, self._disk_wait_s = store, disk_wait_s
+        self.on_part: Callable[[int, Partial], None] | None = None
+        """Called in the loop with an episode's number and each part of its turns, once the part is committed."""
         self._looks, self._waiting = Looks(reader or store, inline=inline), Waiting(store)
         self._queue: SimpleQueue[Write | None] = SimpleQueue()
         self._made: deque[tuple[list[Write], list[Result]]] = deque()  # by the thread; the loop has yet to look
@@ -155,7 +158,10 @@ class JournalWriter:
 
     def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
         """Write a part of a turn; nobody waits for it."""
-        return self._post(self.store.journal.part_entry(episode_id, fence, part), shared=True)
+        posted_write = self._post(self.store.journal.part_entry(episode_id, fence, part), shared=True)
+        if self.on_part is not None:
+            posted_write.then = partial(self.on_part, episode_id, part)
+        return posted_write
 
     async def wait_for_work(self, role: Role, timeout_s: float) -> None:
         """Wait until there may be work for `role`, or until the timeout."""
@@ -247,6 +253,8 @@ class JournalWriter:
         while self._made:
             for made_write, write_result in zip(*self._made.popleft(), strict=True):
                 made_write.result = write_result
+                if made_write.then is not None and write_result.error is None:
+                    made_write.then()
                 if made_write.task is not None:
                     self._ready.append(made_write)
         for _ in range(min(_AT_ONCE, len(self._ready))):

@@ -66,6 +66,13 @@ class Renderer:
         """Whether the chat template looks for an assistant's thoughts beside its content."""
         return self.conversations.writes_thoughts
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think in front of its words: the chat template looks for thoughts, or for their end."""
+        thought_ends = [closing_tag for _, closing_tag in self.conversations.text_format.thoughts]
+        template = self.conversations.template(tools=False)
+        return self.writes_thoughts or any(closing_tag in template.source for closing_tag in thought_ends)
+
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The prompt of a fresh conversation (or a fork), up to where the assistant speaks. Where the last message is
         the assistant's own text, the assistant goes on with it, as transformers' `continue_final_message` has it: a

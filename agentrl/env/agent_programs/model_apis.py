@@ -210,8 +210,13 @@ class Api(ABC):
     def write(self, reply: Reply, body: Fields) -> Json: ...
 
     @abstractmethod
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        """The reply as a stream: (event name or "", data)."""
+    def events(self, reply: Reply, body: Fields, *, sent: int = 0) -> list[tuple[str, Json]]:
+        """The reply as a stream: (event name or "", data). Without what `piece` gave already of its text: the first
+        `sent` characters."""
+
+    @abstractmethod
+    def piece(self, reply: Reply, body: Fields, text: str, *, is_first: bool) -> list[tuple[str, Json]]:
+        """More `text` of a reply that is being made, as events; with those before it if it `is_first`."""
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
         """Some APIs let a request go on from an earlier reply by its id; the others need not know."""
@@ -258,13 +263,16 @@ class ChatCompletions(Api):
         only_choice = {"index": 0, "message": chat_message, "finish_reason": _chat_finish(reply), "logprobs": None}
         return {**_chat_head(reply, body, "chat.completion"), "choices": [only_choice], "usage": usage_of(reply)}
 
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
+    def piece(self, reply: Reply, body: Fields, text: str, *, is_first: bool) -> list[tuple[str, Json]]:
+        delta: dict[str, Json] = {"role": "assistant", "content": text} if is_first else {"content": text}
+        only_choice: Json = {"index": 0, "delta": delta, "finish_reason": None}
+        return [("", {**_chat_head(reply, body, "chat.completion.chunk"), "choices": [only_choice]})]
+
+    def events(self, reply: Reply, body: Fields, *, sent: int = 0) -> list[tuple[str, Json]]:
         chunk_head = _chat_head(reply, body, "chat.completion.chunk")
-        reply_delta = _chat_reply(reply)
+        reply_delta = {**_chat_reply(reply), "content": reply.text[sent:]}
         for call_index, delta_call in enumerate(reply_delta.get("tool_calls", ())):
             delta_call["index"] = call_index
-        # Two chunks and not one for each token: the answer is whole when it is written, since the policy's turn is
-        # journaled before anybody reads it.
         event_chunks: list[Json] = [
             {**chunk_head, "choices": [{"index": 0, "delta": reply_delta, "finish_reason": None}]},
             {**chunk_head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
@@ -322,18 +330,26 @@ class Responses(Api):
     def write(self, reply: Reply, body: Fields) -> Json:
         return self._response(reply, body, "incomplete" if reply.is_cut else "completed", self._output(reply))
 
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        output_items = self._output(reply)
+    def piece(self, reply: Reply, body: Fields, text: str, *, is_first: bool) -> list[tuple[str, Json]]:
+        (item,) = self._output(replace(reply, text=text))
+        # The item's events up to its text, or that of its text alone.
+        *opening_events, text_event = list(_item_events(0, item))[:3]
+        return _numbered([*self._begun(reply, body), *opening_events, text_event] if is_first else [text_event])
+
+    def events(self, reply: Reply, body: Fields, *, sent: int = 0) -> list[tuple[str, Json]]:
+        all_events = [] if sent else self._begun(reply, body)
+        for item_index, item in enumerate(self._output(reply)):
+            all_events += _item_events(item_index, item, 0 if item_index else sent)
+        last_type = "response.incomplete" if reply.is_cut else "response.completed"
+        all_events.append({"type": last_type, "response": self.write(reply, body)})
+        return _numbered(all_events)
+
+    def _begun(self, reply: Reply, body: Fields) -> list[dict[str, Any]]:
         begun_response = self._response(reply, body, "in_progress", [])
-        all_events: list[dict[str, Any]] = [
+        return [
             {"type": "response.created", "response": begun_response},
             {"type": "response.in_progress", "response": begun_response},
         ]
-        for item_index, item in enumerate(output_items):
-            all_events += _item_events(item_index, item)
-        last_type = "response.incomplete" if reply.is_cut else "response.completed"
-        all_events.append({"type": last_type, "response": self.write(reply, body)})
-        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(all_events)]
 
     def _response(self, reply: Reply, body: Fields, status: str, output: Sequence[Fields]) -> Json:
         return {
@@ -430,7 +446,12 @@ class AnthropicMessages(Api):
             content_blocks.append({**use_block, "input": dict(reply_call.arguments)})
         return {**self._head(reply, body), "content": content_blocks, **self._ending(reply)}
 
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
+    def piece(self, reply: Reply, body: Fields, text: str, *, is_first: bool) -> list[tuple[str, Json]]:
+        whole_reply = replace(reply, text=text, thoughts="", calls=())
+        events = self.events(whole_reply, body)
+        return events[:3] if is_first else events[2:3]  # the message and its block begin, and its text
+
+    def events(self, reply: Reply, body: Fields, *, sent: int = 0) -> list[tuple[str, Json]]:
         whole_reply: Any = self.write(reply, body)
         stream_events: list[dict[str, Any]] = [
             {
@@ -438,7 +459,13 @@ class AnthropicMessages(Api):
                 "message": {**self._head(reply, body), "content": [], "stop_reason": None, "stop_sequence": None},
             }
         ]
-        for block_index, block in enumerate(whole_reply["content"]):
+        if sent:  # the text's block is the first one, and open
+            rest_delta = {"type": "text_delta", "text": whole_reply["content"].pop(0)["text"][sent:]}
+            stream_events = [
+                {"type": "content_block_delta", "index": 0, "delta": rest_delta},
+                {"type": "content_block_stop", "index": 0},
+            ]
+        for block_index, block in enumerate(whole_reply["content"], start=1 if sent else 0):
             emptied: dict[str, Any]
             if block["type"] in ("text", "thinking"):
                 kind = block["type"]
@@ -509,9 +536,10 @@ _OF_TOOL: Final = frozenset(
 )
 
 
-def event_text(data: Json) -> str:
-    """The data of one event as it is written to the wire."""
-    return data if data == DONE else json.dumps(data)
+def event_line(name: str, data: Json) -> str:
+    """One server-sent event as it is written to the wire; an empty name writes no event line."""
+    data_text = data if data == DONE else json.dumps(data)
+    return f"event: {name}\ndata: {data_text}\n\n" if name else f"data: {data_text}\n\n"
 
 
 def stop_texts_of(body: Fields) -> tuple[str, ...]:
@@ -560,15 +588,21 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": list[Json](), "logprobs": list[Json]()}
 
 
-def _item_events(index: int, item: Fields) -> Iterable[dict[str, Any]]:
-    """The events of one item of the responses API: it is added empty, its content comes, and it is done."""
+def _numbered(events: Sequence[dict[str, Any]]) -> list[tuple[str, Json]]:
+    return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
+
+
+def _item_events(index: int, item: Fields, sent: int = 0) -> Iterable[dict[str, Any]]:
+    """The events of one item of the responses API: it is added empty, its content comes, and it is done. Without those
+    before the first `sent` characters of a message, and without these."""
     place = {"item_id": item["id"], "output_index": index}
     empty_content = {"arguments": ""} if item["type"] == "function_call" else {"content": list[Json]()}
-    yield {
-        "type": "response.output_item.added",
-        "output_index": index,
-        "item": {**item, **empty_content, "status": "in_progress"},
-    }
+    if not sent:
+        yield {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": {**item, **empty_content, "status": "in_progress"},
+        }
     if item["type"] == "function_call":
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
@@ -580,8 +614,10 @@ def _item_events(index: int, item: Fields) -> Iterable[dict[str, Any]]:
     else:
         text_part = item["content"][0]
         part_place: dict[str, Any] = {**place, "content_index": 0}
-        yield {"type": "response.content_part.added", **part_place, "part": _text_part("")}
-        yield {"type": "response.output_text.delta", **part_place, "delta": text_part["text"], "logprobs": list[Json]()}
+        if not sent:
+            yield {"type": "response.content_part.added", **part_place, "part": _text_part("")}
+        delta_text = text_part["text"][sent:]
+        yield {"type": "response.output_text.delta", **part_place, "delta": delta_text, "logprobs": list[Json]()}
         yield {"type": "response.output_text.done", **part_place, "text": text_part["text"], "logprobs": list[Json]()}
         yield {"type": "response.content_part.done", **part_place, "part": text_part}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}

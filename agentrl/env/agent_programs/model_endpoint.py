@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NoReturn, cast
 
 import trio
@@ -24,10 +25,11 @@ from agentrl.env.agent_programs.model_apis import (
     Reply,
     Responses,
     SamplingKeys,
-    event_text,
+    event_line,
 )
-from agentrl.env.agent_programs.open_requests import OpenRequests
+from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
 from agentrl.env.agent_programs.request_checks import UnservedRequest
+from agentrl.env.agent_programs.streamed_answer import StreamedAnswer
 from agentrl.env.agent_programs.text_completions import TextCompletions
 from agentrl.http.http_server import Typed
 from agentrl.records import Json
@@ -54,13 +56,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A JSON `body`, or server-sent `events` as (name, data): an empty name writes no event line. `on_sent` is called
-    once: with True if all of it was written to the client, with False if the client left before."""
+    """A JSON `body`, or the lines of server-sent `events`. `on_sent` is called once: with True if all of it was written
+    to the client, with False if the client left before."""
 
     status: int = 200
     body: Json = None
-    events: tuple[tuple[str, str], ...] | None = None
+    events: tuple[str, ...] | None = None
     on_sent: Callable[[bool], None] | None = None
+    stream: StreamedAnswer | None = None
+    """Takes the place of `events` where these are still to come."""
 
 
 def parsed(content: bytes) -> Mapping[str, Json]:
@@ -101,16 +105,17 @@ def apis(sampling: SamplingKeys = OF_THE_RUN) -> dict[str, Api]:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def written(response: Response) -> tuple[int, Typed]:
+def answer_of(response: Response) -> tuple[int, Typed | StreamedAnswer]:
     """The response as the HTTP server takes it."""
+    return written(response) if response.stream is None else (response.status, response.stream)
+
+
+def written(response: Response) -> tuple[int, Typed]:
+    """A response without a stream as the HTTP server takes it."""
     if response.events is None:
         typed_body = Typed("application/json", json.dumps(response.body).encode(), response.on_sent)
         return response.status, typed_body
-    event_lines = (
-        f"event: {event_name}\ndata: {event_data}\n\n" if event_name else f"data: {event_data}\n\n"
-        for event_name, event_data in response.events
-    )
-    return response.status, Typed("text/event-stream", "".join(event_lines).encode(), response.on_sent)
+    return response.status, Typed("text/event-stream", "".join(response.events).encode(), response.on_sent)
 
 
 class RequestReader:
@@ -193,7 +198,10 @@ class ModelEndpoint:
                 self.announce()
 
         try:
-            await pending.answered.wait()
+            while not pending.answered.is_set():
+                if body.get("stream") and pending.begun is not None:
+                    return Response(200, stream=self._streamed(api, body, conversation, pending, close))
+                await pending.moved.wait()
             for _ in range(2):  # a client that has left meanwhile is noticed in the loop's next turn
                 await trio.lowlevel.checkpoint()
             if pending.reply is not None:
@@ -206,10 +214,25 @@ class ModelEndpoint:
         refusal_status, refusal_text = self.refusal
         return Response(refusal_status, api.error(refusal_text))
 
+    def _streamed(
+        self,
+        api: Api,
+        body: Mapping[str, Json],
+        conversation: Conversation,
+        pending: Pending,
+        close: Callable[[bool], None],
+    ) -> StreamedAnswer:
+        return StreamedAnswer(
+            api,
+            pending,
+            body,
+            on_end=close,
+            refusal=lambda: self.refusal[1],
+            remember=partial(api.remember, conversation),
+        )
+
 
 def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
     if not body.get("stream"):
         return Response(200, api.write(reply, body))
-    return Response(
-        200, events=tuple((event_name, event_text(event_data)) for event_name, event_data in api.events(reply, body))
-    )
+    return Response(200, events=tuple(event_line(event_name, data) for event_name, data in api.events(reply, body)))

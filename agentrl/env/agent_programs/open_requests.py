@@ -48,11 +48,22 @@ class Pending:
     reply: Reply | None = None
     is_read: bool = False
     answered: trio.Event = field(default_factory=trio.Event)
+    begun: Reply | None = None
+    """The reply as far as its clients may read it already."""
+    moved: trio.Event = field(default_factory=trio.Event)
+    """Set, and made anew, when there is more of the reply."""
+
+    def begin(self, reply: Reply) -> None:
+        """Give the clients that read a stream the reply so far."""
+        self.begun = reply
+        self.moved.set()
+        self.moved = trio.Event()
 
     def answer(self, reply: Reply | None) -> None:
         """Give the reply to the clients that wait; None: there will be none."""
         self.reply = reply
         self.answered.set()
+        self.moved.set()
 
     def repeats(self, path: str, conversation: Conversation) -> bool:
         return self.path == path and self.conversation == conversation
@@ -166,6 +177,11 @@ class OpenRequests:
         pending = self._current = self._queue.pop(0)
         return pending
 
+    def begin(self, reply: Reply) -> None:
+        """Give the request that `next` gave last the answer so far."""
+        if self._current is not None and not self._current.answered.is_set():
+            self._current.begin(reply)
+
     def answer(self, reply: Reply) -> None:
         """Answer the request that `next` gave last."""
         assert self._current is not None, "next was called before"
@@ -240,6 +256,8 @@ class OpenRequests:
                 self._current = queued_request
                 if pending.reply is not None:
                     queued_request.answer(pending.reply)
+                elif pending.begun is not None:
+                    queued_request.begin(pending.begun)
                 return
 
     def _settle(self, now: float) -> None:

@@ -24,7 +24,15 @@ import trio
 from trio.lowlevel import RunVar
 
 from agentrl.env.agent_programs.model_apis import Reply
-from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Handler, ModelEndpoint, Request, Response, written
+from agentrl.env.agent_programs.model_endpoint import (
+    MAX_BODY,
+    Handler,
+    ModelEndpoint,
+    Request,
+    Response,
+    answer_of,
+    written,
+)
 from agentrl.env.agent_programs.open_requests import Pending
 from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.errors import matters
@@ -32,7 +40,7 @@ from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.host.platform_checks import kill_group
 from agentrl.http.bounds import ServerBounds
-from agentrl.http.http_server import Typed, listen
+from agentrl.http.http_server import Answer, Typed, listen
 from agentrl.protocols import Sandbox
 from agentrl.records import Json
 from agentrl.sandbox.network_policy import forwarded
@@ -63,9 +71,7 @@ class _Server:
             return None
         return written(Response(404, {"error": {"message": "no such episode", "type": "not_found"}}))
 
-    async def answer(
-        self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
-    ) -> tuple[int, Typed]:
+    async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
         """Answer a request by the handler of its key; see `Handler` in `agentrl.http.http_server`."""
         episode_key, api_path = _split(path)
         key_handler, _ = self.handlers.get(episode_key, (None, 0))
@@ -77,7 +83,7 @@ class _Server:
             response = Response(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
         except Exception as error:  # a connection's boundary: whatever it was, the program gets an answer that says so
             response = Response(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
-        return written(response)
+        return answer_of(response)
 
 
 async def register(key: str, handler: Handler, *, body_bytes: int = MAX_BODY) -> str:

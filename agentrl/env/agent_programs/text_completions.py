@@ -80,10 +80,15 @@ class TextCompletions(Api):
         only_choice = _choice(_echo(body) + reply.text, "length" if reply.is_cut else "stop")
         return {**_head(reply, body), "choices": [only_choice], "usage": usage_of(reply)}
 
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
+    def piece(self, reply: Reply, body: Fields, text: str, *, is_first: bool) -> list[tuple[str, Json]]:
+        piece_text = _echo(body) + text if is_first else text
+        return [("", {**_head(reply, body), "choices": [_choice(piece_text, None)]})]
+
+    def events(self, reply: Reply, body: Fields, *, sent: int = 0) -> list[tuple[str, Json]]:
         chunk_head = _head(reply, body)
+        rest_text = reply.text[sent:] if sent else _echo(body) + reply.text
         event_chunks: list[Json] = [
-            {**chunk_head, "choices": [_choice(_echo(body) + reply.text, None)]},
+            {**chunk_head, "choices": [_choice(rest_text, None)]},
             {**chunk_head, "choices": [_choice("", "length" if reply.is_cut else "stop")]},
         ]
         if stream_options_of(body).get("include_usage"):

@@ -32,7 +32,7 @@ from agentrl.engine.router.router import Fleet
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_endpoint import MAX_BODY, Response, written
 from agentrl.env.agent_programs.session import Session
-from agentrl.env.tools.parsers import DEFAULT
+from agentrl.env.tools.parsers import DEFAULT, get_format
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, matters
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.clocks import HostClock
@@ -42,6 +42,7 @@ from agentrl.http.http_server import Typed, listen
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.drain import TurnGate
+from agentrl.run.recording.answer_stream import AnswerStream
 from agentrl.run.recording.client_sampling import ClientSampling
 from agentrl.run.recording.recorded_env import RecordedConversation
 from agentrl.run.recording.recorder import Recorder
@@ -243,11 +244,13 @@ async def _upstream(settings: RecordSettings, config: RunConfig, store: JournalW
         yield _Upstream(as_text, DEFAULT, TEXT)
         return
     renderer = renderer_of(config)
+    tool_format = get_format(renderer.tool_format or DEFAULT)
     engine_fleet = Fleet.configured(
         [_client(settings)], config.engine, decode=renderer.decode, knows=partial(_note_version, store, set[int]())
     )
 
     def as_tokens(env: RecordedConversation) -> RolloutContext:
+        env.stream = AnswerStream(renderer.decode, tool_format, thinks=renderer.thinks)
         client_sampling = ClientSampling(engine_fleet, env.waiting, renderer.decode, env.note_prompt)
         return RolloutContext(engine=client_sampling, renderer=renderer, **common_context)
 

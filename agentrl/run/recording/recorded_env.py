@@ -25,7 +25,8 @@ from agentrl.env.tools.parsers import ToolFormat, format_of
 from agentrl.errors import EnvError
 from agentrl.host.clocks import host_time
 from agentrl.records import Json, Message, Messages, StopReason, Task, context_ids
-from agentrl.store import Claim
+from agentrl.run.recording.answer_stream import AnswerStream
+from agentrl.store import Claim, Partial
 
 _REQUEST: Final = "request"
 """Key of a task's options and of a step's info: what a request asks for beside its messages."""
@@ -118,6 +119,8 @@ class RecordedConversation(Env):
         self._is_finishing = False
         self._verdict: Info = {}
         self._tokens = (0, 0)
+        self.stream: AnswerStream | None = None
+        """Finds the text that may be read before an answer is whole; without one none is."""
 
     # --- the recorder's side
 
@@ -139,6 +142,16 @@ class RecordedConversation(Env):
     def note_prompt(self, tokens: int) -> None:
         """Note how many tokens the turn to come has before it."""
         self._tokens = (tokens, 0)
+
+    def note_written(self, part: Partial) -> None:
+        """Note tokens of the turn under way that are in the store; its client may read them."""
+        if self.stream is None:
+            return
+        self.stream.add(part)
+        pending = self._current
+        if pending is not None and (text := self.stream.text(pending.conversation, self._turn)):
+            begun = Reply(_reply_id(self._turn), text, prefix=_prefix(self._claim.episode_id), tokens=self._tokens)
+            self._endpoint.requests.begin(begun)
 
     def made_for(self, task: Task) -> RecordedConversation:
         """The environment of the conversation's task: this one."""
@@ -239,8 +252,16 @@ def _reply(
     is_cut: bool,
     tokens: tuple[int, int],
 ) -> Reply:
-    reply = reply_of(form, action, conversation, id=f"{index + 1:04d}", is_cut=is_cut)
-    return replace(reply, prefix=f"{episode_id}-", tokens=tokens)
+    reply = reply_of(form, action, conversation, id=_reply_id(index), is_cut=is_cut)
+    return replace(reply, prefix=_prefix(episode_id), tokens=tokens)
+
+
+def _reply_id(index: int) -> str:
+    return f"{index + 1:04d}"
+
+
+def _prefix(episode_id: int) -> str:
+    return f"{episode_id}-"
 
 
 def _place(conversation: Conversation) -> bytes:

@@ -29,11 +29,13 @@ from agentrl.env.agent_programs.model_endpoint import (
     Request,
     RequestReader,
     Response,
+    answer_of,
     apis,
     is_retry,
     written,
 )
 from agentrl.env.agent_programs.request_checks import UnservedRequest, shown
+from agentrl.env.agent_programs.streamed_answer import StreamedAnswer
 from agentrl.env.core import Info
 from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EngineRefusal
@@ -45,7 +47,7 @@ from agentrl.rollout.episode import play
 from agentrl.run.recording.client_sampling import KEYS, check_sampling
 from agentrl.run.recording.recorded_env import Exchanges, RecordedConversation, exchanges, request_facts
 from agentrl.run.run_folder import RECORDED
-from agentrl.store import Claim, Ending
+from agentrl.store import Claim, Ending, Partial
 from agentrl.store.journal_writer import JournalWriter
 
 log = logging.getLogger(__name__)
@@ -141,12 +143,13 @@ class Recorder:
         self._changing = trio.Lock()
         self._number = 0  # of the next conversation
         self._is_ending = False
+        store.on_part = self.note_written
 
     # --- requests
 
     async def answer(
         self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
-    ) -> tuple[int, Typed]:
+    ) -> tuple[int, Typed | StreamedAnswer]:
         """Answer a request; see `Handler` in `agentrl.http.http_server`."""
         session, path = self._session_of(path, headers)
         request = Request(method, path, headers, content)
@@ -157,7 +160,7 @@ class Recorder:
         if api is None or method != "POST":
             return written(Response(404, {"error": {"message": f"{method} {shown(path)} is not served"}}))
         try:
-            return written(await self._answered(api, session, request))
+            return answer_of(await self._answered(api, session, request))
         except UnservedRequest as error:
             return written(Response(400, api.error(str(error))))
 
@@ -217,6 +220,12 @@ class Recorder:
                 if recorded.answer_place == prefix_place:
                     return recorded
         return None
+
+    def note_written(self, episode_id: int, part: Partial) -> None:
+        """Note tokens of an episode that are in the store."""
+        recorded = self._conversations.get(episode_id)
+        if recorded is not None and recorded.env is not None:
+            recorded.env.note_written(part)
 
     # --- the life of a conversation
 
