@@ -38,8 +38,10 @@ class Env(gymnasium.Env[Messages, str]):
     `step(action)` takes the policy's text and returns `(messages, reward, terminated, truncated, info)`: the messages
     to append, the process reward of this turn, gymnasium's two flags, and a JSON-safe `info` that must be equal on
     replay (no timings). Keys of `info` with a meaning: `outcome` (float, the episode's outcome reward), `success`
-    (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it), `unsettled`
-    (float, is added to the last reward if somebody else ends the episode; see `agentrl_environments.rewards`).
+    (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it), `continues`
+    (with a history: the index of the earlier turn that it goes on from, by the messages of the observation),
+    `unsettled` (float, is added to the last reward if somebody else ends the episode; see
+    `agentrl_environments.rewards`).
 
     Example::
 

@@ -59,7 +59,7 @@ async def test_a_client_that_asks_again_gets_the_answer_that_it_did_not_wait_for
         client.gives_up.set()
         await client.gave_up.wait()
         observation, *_, info = await env.astep("first")
-        assert observation == () and info == {"history": [user("q")]}
+        assert observation == () and info == {"history": [user("q")], "branch": {"kind": "again", "turn": 0}}
         *_, terminated, _, info = await env.astep("second")
         assert terminated and info["success"] and texts == ["first", "second"]
 
@@ -76,7 +76,7 @@ async def test_an_answer_that_nobody_read_is_not_trained_and_no_turn_of_the_prog
         client.gives_up.set()
         await client.gave_up.wait()
         *_, info = await env.astep("nobody reads this")
-        assert info == {"masked": True, "history": [user("something else")]}
+        assert info == {"masked": True, "history": [user("something else")], "branch": {"kind": "new"}}
         *_, terminated, _, info = await env.astep("read")
         assert terminated and info == {"stop_reason": "done", "outcome": 1.0, "success": True}
 
