@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,6 +31,7 @@ from agentrl.records import Task, Trajectory
 from agentrl.registry import load_reference
 from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.shared_backend import SharedBackend, shared
+from agentrl.sandbox.work_folder import WORKSPACE
 
 ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
 """The files of a turn by its id, None if there are none."""
@@ -61,7 +63,7 @@ class BoxTests:
     def __init__(self, settings: RewardSource, artifacts_of: ArtifactsOf) -> None:
         """Raises UsageError if the tests cannot be read or imported."""
         self._settings, self._artifacts_of = settings, artifacts_of
-        self._files = _read(Path(settings.files)) if settings.files else {}
+        self._files = read_tests(Path(settings.files)) if settings.files else {}
         self._files_of: Callable[[Task], Mapping[str, bytes]] | None = None
         if settings.call:
             self._files_of = load_reference(settings.call)
@@ -91,9 +93,7 @@ class BoxTests:
         if (cached_reward := self._rewards.get(reward_key)) is not None:
             return cached_reward
         try:
-            # The tests overwrite the work. In the other order a policy could bring a file with the name of a test and
-            # be graded by it.
-            test_reward = await self._run({**work_files, **test_files}, seen.task)
+            test_reward = await self._run(laid_over(work_files, test_files), seen.task)
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
             await self._run(test_files, seen.task)  # unless the tests themselves have them
             test_reward = 0.0
@@ -258,7 +258,36 @@ def _of_others(lines: list[str]) -> list[_Summary]:
     return summaries
 
 
-def _read(folder: Path) -> dict[str, bytes]:
+def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of a test box, in the order in which they are written: the work without what would stand in the place
+    of a test, then the tests."""
+    # In the other order a policy could bring a file with the name of a test and be graded by it. To merge the two under
+    # their names is not enough: `./hidden.py` is another name of the same file, and Python prefers a package `hidden/`,
+    # an extension module `hidden.so` and unchecked bytecode to `hidden.py`.
+    # `tests/rewards/test_box_tests.py::test_nothing_of_the_work_stands_in_the_place_of_a_test`.
+    test_paths = {_place_of(test_name) for test_name in tests}
+    modules = tuple(test_path.removesuffix(".py") for test_path in test_paths if test_path.endswith(".py"))
+    packages = tuple(f"{module}/" for module in modules)
+    binaries = tuple(f"{module}." for module in modules)
+
+    def is_in_place(work_path: str) -> bool:
+        return (
+            work_path in test_paths
+            or "__pycache__" in work_path.split("/")
+            or work_path.startswith(packages)
+            or (work_path.startswith(binaries) and work_path.endswith((".so", ".pyc")))
+        )
+
+    kept_work = {name: file_bytes for name, file_bytes in work.items() if not (tests and is_in_place(_place_of(name)))}
+    return {**kept_work, **tests}
+
+
+def _place_of(name: str) -> str:
+    """The path below the work folder that a box resolves a file's name to."""
+    return posixpath.normpath(name.removeprefix(WORKSPACE)).lstrip("/")
+
+
+def read_tests(folder: Path) -> dict[str, bytes]:
     """The files of a folder by relative path. Raises UsageError."""
     if not folder.is_dir():
         raise UsageError(f"rewards.files = {str(folder)!r} is no folder: name one with the tests")

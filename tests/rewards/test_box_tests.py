@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import marshal
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +22,10 @@ from trio.testing import MockClock
 from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError, HostBusy, SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.rewards.hidden_tests import ArtifactsOf, value_of
+from agentrl.rewards.hidden_tests import ArtifactsOf, laid_over, value_of
 from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.run import reward_services
+from agentrl.sandbox.work_folder import Folder
 from agentrl.store import LeaseLost, RunStore, StoreError
 from agentrl.store.journal_writer import JournalWriter
 from tests.rewards.conftest import run_config
@@ -102,6 +109,38 @@ async def test_work_whose_names_no_box_takes_gets_nothing_and_is_no_failure(stor
     id = worked(store, None)
     rewarder = rewarder_of(settings(call=f"{__name__}:hidden"), artifacts_of=always({name: RIGHT}))
     assert await rewarder(store.reads.trajectory(int(id.split(".")[0]))) == 0.0  # type: ignore[misc]
+
+
+FORGED = b"import unittest\nclass Forged(unittest.TestCase):\n    def test_it(self): pass\n"
+
+
+def unchecked(source: bytes) -> bytes:
+    """Bytecode that Python never compares with its source (PEP 552)."""
+    code = marshal.dumps(compile(source, "hidden.py", "exec", dont_inherit=True))
+    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8) + code
+
+
+@each_case(
+    "forged",
+    [
+        {"hidden.py": FORGED},
+        {"hidden.py": b"", "./hidden.py": FORGED},
+        {"hidden.py": b"", "/workspace/hidden.py": FORGED},
+        {"hidden/__init__.py": FORGED},
+        {".//hidden/__init__.py": FORGED},
+        {f"hidden{importlib.machinery.EXTENSION_SUFFIXES[-1]}": FORGED},
+        {f"__pycache__/hidden.{sys.implementation.cache_tag}.pyc": unchecked(FORGED)},
+    ],
+)
+def test_nothing_of_the_work_stands_in_the_place_of_a_test(tmp_path: Path, forged: dict[str, bytes]) -> None:
+    """The oracle is Python's own search for the module, in a real work folder."""
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name, closing(Folder(Path(name), limit=1 << 20)) as folder:
+        for path, data in laid_over({"module.py": WRONG, "hidden.txt": b"", **forged}, hidden(None)).items():
+            folder.write(path, data)
+        assert folder.read("module.py") == WRONG and folder.read("hidden.txt") == b""
+        spec = importlib.machinery.PathFinder.find_spec("hidden", [name])
+        assert spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        assert spec.loader.get_code("hidden") == compile(TESTS, "hidden.py", "exec", dont_inherit=True)
 
 
 @pytest.mark.bubblewrap
