@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
-from agentrl.cli.completion import run_folders
+from agentrl.cli.completion import episode_numbers, run_folders
+
+if TYPE_CHECKING:
+    from agentrl.store import Scored
 
 _RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run directory")]
 
 
-def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
+def rewards(
+    path: _RUN,
+    episode: Annotated[
+        int | None, typer.Option(autocompletion=episode_numbers, help="Its scores alone, and why they are that")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
     """Show the scores, duration and cost of each reward source of a run, and the means of the environment's reward
     functions in its first and last ten steps."""
     from agentrl.host.terminal_text import printable
@@ -26,6 +36,9 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
     from agentrl.store import RunStore
 
     with RunStore.read(RunDir.open(path).store_path) as run_store:
+        if episode is not None:
+            _print_scores(run_store.scores.recorded(episode=episode), as_json)
+            return
         source_reports, source_failures = list(reports(run_store)), failures(run_store)
         functions = by_function([step_row.values for step_row in run_store.metrics.values("step")])
     if as_json:
@@ -73,6 +86,24 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
         for row_label, function_means in functions.items():
             mean_table.add_row(escape(row_label), f"{function_means['first']:.3f}", f"{function_means['last']:.3f}")
         console.print(mean_table)
+
+
+def _print_scores(scores: Sequence[Scored], as_json: bool) -> None:
+    """Print the scores of an episode, turn by turn, each with what its source says of it."""
+    from agentrl.host.terminal_text import printable
+
+    if as_json:
+        print(json.dumps([asdict(score) for score in scores], indent=2))
+        return
+    if not scores:
+        print("no reward source scored a turn of this episode")
+        return
+    score_table = Table("turn", "source", "version", "score", "why")
+    for score in scores:
+        reason = "\n".join(printable(line) for line in score.reason.split("\n"))
+        version = str(score.version) if score.counts else f"{score.version}, not counted"
+        score_table.add_row(score.turn_id, escape(score.source), version, f"{score.value:.3f}", escape(reason))
+    tables.console().print(score_table)
 
 
 def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:

@@ -256,6 +256,7 @@ CREATE TABLE rewards (
     time_s DOUBLE PRECISION NOT NULL,
     took_s DOUBLE PRECISION NOT NULL,
     cost DOUBLE PRECISION NOT NULL,
+    reason TEXT COLLATE "C" NOT NULL,
     PRIMARY KEY (turn_id, source, version)
 );
 

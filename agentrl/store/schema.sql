@@ -271,6 +271,7 @@ CREATE TABLE rewards (
     time_s REAL NOT NULL,
     took_s REAL NOT NULL,                -- duration
     cost REAL NOT NULL,
+    reason TEXT NOT NULL,                -- what the source says of its value, for people
     PRIMARY KEY (turn_id, source, version)
 ) STRICT, WITHOUT ROWID;
 

@@ -20,6 +20,7 @@ from agentrl.algos.judging import advantages
 from agentrl.errors import UsageError
 from agentrl.records import Group, GroupState, Messages, StopReason, Trajectory, Turn
 from agentrl.run.take_orders import returns_of
+from agentrl.store import Scored
 from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder, TurnSize
 from agentrl.store.reads import EpisodeRow
 from agentrl.tokens import images
@@ -100,6 +101,7 @@ def histogram(outcomes: Mapping[float | None, int]) -> Json:
 
 def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """One episode turn by turn, with the members of its group. Raises StoreError for an unknown id."""
+    text_limit = None if query.get("whole") == "yes" else _CUT
     with opened.store() as store:
         trajectory = store.reads.trajectory(id)
         group_rows = store.reads.episodes(group_id=trajectory.group_id)
@@ -107,6 +109,7 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
         restarts = store.reads.restarts(id)
         sizes_by_turn = {turn_size.index: turn_size for turn_size in store.search.turn_sizes(id)}
         group_family = store.search.family(id)
+        reasons = _reasons(store.scores.recorded(episode=id), text_limit)
         # Of turns that learn alone: the versions of a frozen role's model are none of the policy's steps.
         learned_versions = {
             version for turn in trajectory.turns if turn.learns for version in sizes_by_turn[turn.index].versions
@@ -119,7 +122,6 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     episode_row = next(episode_row for episode_row in group_rows if episode_row.id == id)
     dumped_columns = {} if episode_row.taken_step is None else _dumped(opened, episode_row.taken_step, id)
     member_advantages = _advantages(opened, played_group)
-    text_limit = None if query.get("whole") == "yes" else _CUT
     frozen_roles = opened.config.rollout.frozen_roles()
     learning_roles = {turn.role for turn in trajectory.turns} - {*frozen_roles}
     # Those of several roles come role by role, and not turn by turn.
@@ -132,6 +134,7 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
         "turns": [
             _turn(opened.tokenizer, turn, sizes_by_turn[turn.index], text_limit)
             | {"advantage": next(turn_advantages, None) if turn.role in learning_roles else None}
+            | {"reasons": reasons.get(turn.id, {})}
             | {"columns": _columns(turn, dumped_columns.get(turn.index, {}), text_limit)}
             for turn in trajectory.turns
         ],
@@ -277,6 +280,15 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, size: TurnSize, cut: int | No
         "terminated": turn.step is not None and turn.step.terminated,
         "truncated": turn.step is not None and turn.step.truncated,
     }
+
+
+def _reasons(scores: Sequence[Scored], cut: int | None) -> dict[str, dict[str, Json]]:
+    """What sources say of their values that count, by the id of the turn."""
+    by_turn = dict[str, dict[str, Json]]()
+    for score in scores:
+        if score.counts and score.reason:
+            by_turn.setdefault(score.turn_id, {})[score.source] = _text(score.reason, cut)
+    return by_turn
 
 
 def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -> dict[str, list[float | None]]:

@@ -186,3 +186,15 @@ def test_what_a_source_says_is_progress_and_asking_again_afterwards_is_none(stor
     assert len(set(seen)) == 5, "one for each of four turns"
     store.scores.score(turn_id(1, 0, 0), "prm", 2.0, version=2)
     assert store.metrics.progress() == seen[-1]
+
+
+def test_what_a_source_says_of_a_score_is_kept_for_people(store: RunStore) -> None:
+    """It may quote the work: what drives a terminal, and what no database takes, is kept as an escape."""
+    store.scores.declare_sources([PRM])
+    first, second = play_all(store)
+    assert store.scores.score(turn_id(first.episode_id, 0, 1), "prm", 0.5, reason="ran it\n\x1b[31m<b>\0\ud800")
+    assert store.scores.score(turn_id(second.episode_id, 0, 0), "prm", 0.5)
+    (told,) = store.scores.recorded(episode=first.episode_id)
+    assert (told.turn_id, told.reason) == (turn_id(first.episode_id, 0, 1), "ran it\n\\x1b[31m<b>\\x00\\xd800")
+    assert [one.reason for one in store.scores.recorded("prm", episode=second.episode_id)] == [""]
+    assert len(store.scores.recorded()) == 2 and sound(store)

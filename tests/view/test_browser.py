@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store.play import admit, play_all, serve
 
+from agentrl.config import parse
 from agentrl.rewards.score_failures import KIND
-from agentrl.store import RunStore
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore, Source
 from agentrl.view import web_page
 from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
@@ -23,6 +26,7 @@ from .chromium import DEADLINE_MS, launched
 from .made_run import FILE, HOSTILE, make_run
 
 pytestmark = pytest.mark.chromium
+JUDGED = {"name": "judged", "model": "m", "env": {"id": "test/Env-v0"}}
 PICTURE_SHOWN = "[...document.querySelectorAll('main img')].map((one) => one.naturalWidth).join() === '12'"
 # What a screen reader or a keyboard would stumble over: controls without a name, a level of headings left out, a
 # region that scrolls and cannot be reached.
@@ -185,6 +189,27 @@ def test_the_health_of_a_run_says_what_to_type_as_text(
         assert page.evaluate(KNOWN) == [True, "", 1, "written"]
         context.close()
     assert wrong == []
+
+
+def test_why_a_source_gave_its_score_stands_below_the_turn_as_text(browser: Any, tmp_path: Path) -> None:
+    with RunStore.open(RunDir.create(tmp_path / "judged", parse(JUDGED)).store_path) as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        store.scores.declare_sources([Source(name="review")])
+        first, _ = play_all(store, turns=1)
+        store.scores.score(f"{first.episode_id}.0.0", "review", 0.5, reason=HOSTILE)
+    with served([tmp_path]) as address:
+        page = browser.new_context().new_page()
+        page.set_default_timeout(DEADLINE_MS)
+        page.goto(address)
+        page.wait_for_selector(".run")
+        page.goto(f"{address.partition('#')[0]}#/run/judged/episode/{first.episode_id}")
+        told = page.locator(".turn .message.tool", has_text="review")
+        assert "review +0.5" in told.locator("summary").inner_text()
+        assert HOSTILE[:60] in told.locator("pre").inner_text()
+        assert page.locator("main script, main img, main [onerror]").count() == 0
+        assert page.evaluate("window.hacked === undefined")
+        page.context.close()
 
 
 # "Copied" stays until the test has seen it: a busy machine may look when it would be gone.

@@ -19,14 +19,16 @@ import httpx
 import pytest
 from each_case import each_case
 from starlette.testclient import TestClient
-from store.play import admit
+from store.play import admit, play_all, serve
 from typer.testing import CliRunner
 
 from agentrl.cli.main import app
+from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.run.reporting import status as reporting
+from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer
-from agentrl.store import RunStore
+from agentrl.store import RunStore, Source
 from agentrl.store.run_values import RESTARTED
 from agentrl.view import page_server, recorded_run, web_page
 from agentrl.view.notes import keep_notes, notes_of
@@ -154,6 +156,29 @@ def test_an_episode_its_group_and_the_step_that_trained_it(page: TestClient) -> 
     for gone in ("/made/episodes/999", "/made/groups/999", "/nowhere", "/made/nowhere", "/nowhere/events"):
         assert page.get(f"/api/runs{gone}").status_code == 404, gone
     assert page.get("/api/runs/made/steps/99").status_code == 400
+
+
+def test_why_a_source_gave_its_score_stands_beside_it_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
+    config = parse({"name": "judged", "model": "m", "env": {"id": "test/Env-v0"}})
+    with RunStore.open(RunDir.create(tmp_path / "judged", config).store_path) as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        store.scores.declare_sources([Source(name="review")])
+        first, _ = play_all(store, turns=1)
+        store.scores.score(f"{first.episode_id}.0.0", "review", 0.5, reason=f"[bold]it ran[/] {HOSTILE}")
+    with closing(OpenedRuns([tmp_path])) as runs:
+        server = web_page.web_page(runs, Visitors(TOKEN, loopback_hosts("127.0.0.1")))
+        client = TestClient(server, base_url="http://127.0.0.1:8642", headers=KEY)
+        (turn,) = get(client, f"/judged/episodes/{first.episode_id}")["turns"]
+    (text,) = [reason["text"] for reason in turn["reasons"].values()]
+    assert turn["rewards"]["review"] == 0.5 and text.startswith("[bold]it ran[/] <script>") and "\x1b" not in text
+    printed = CliRunner().invoke(app, ["rewards", str(tmp_path / "judged"), "--episode", str(first.episode_id)])
+    assert printed.exit_code == 0 and "0.500" in printed.output and "[bold]it ran[/]" in printed.output
+    assert "\x1b" not in printed.output and "\0" not in printed.output
+    document = json.loads(
+        CliRunner().invoke(app, ["rewards", str(tmp_path / "judged"), "--episode", "1", "--json"]).output
+    )
+    assert [(one["source"], one["value"], one["reason"]) for one in document] == [("review", 0.5, text)]
 
 
 def test_a_text_that_utf_8_cannot_hold_goes_out_as_ascii(page: TestClient) -> None:

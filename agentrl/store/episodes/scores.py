@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.errors import StoreError
+from agentrl.host.terminal_text import printable
 from agentrl.records import LARGEST, StopReason, turn_id
 from agentrl.store.codec import with_columns
 from agentrl.store.databases.database import Database, StorePart, retried
@@ -48,7 +49,7 @@ class Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """One value of a source. `counts`: it is part of the turn's reward. `took_s`: how long the source took for it.
-    `cost`: its cost as reported by the source, in the source's own units."""
+    `cost`: its cost as reported by the source, in the source's own units. `reason`: what the source says of it."""
 
     turn_id: str
     source: str
@@ -58,6 +59,7 @@ class Scored:
     time_s: float
     took_s: float
     cost: float
+    reason: str
 
 
 class Scores(StorePart):
@@ -119,10 +121,12 @@ class Scores(StorePart):
         took_s: float = 0.0,
         cost: float = 0.0,
         columns: Columns = NONE,
+        reason: str = "",
     ) -> bool:
         """Write the value that `source`, in `version` (default: the declared one, else 1), gives the turn with this id.
         If that version has scored it already, the first value stays, and the result is False. `columns` of the turn's
-        tokens are kept with them, if the episode waited for this value.
+        tokens are kept with them, if the episode waited for this value. `reason` is a text for people, kept without
+        control characters.
 
         The last value that an episode waits for ends it, in the same transaction. Raises StoreError for an unknown turn
         and for a value that is not finite or beyond `LARGEST`."""
@@ -132,6 +136,9 @@ class Scores(StorePart):
         # of a whole group become NaN.
         if abs(value) > LARGEST:
             raise StoreError(f"turn {turn}: {source!r} gave {value:g}: give a number within {LARGEST:g} of 0")
+        # A judge that quotes the work writes what the work wrote: NUL, which PostgreSQL refuses, and what drives a
+        # terminal.
+        kept_reason = "\n".join(printable(line) for line in reason.split("\n"))
         with self._db.write():
             turn_row_id, episode_id = turn_row(self._db, turn)
             declared_row = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
@@ -140,8 +147,8 @@ class Scores(StorePart):
             waiting_row = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, turn_row_id))
             is_counted = waiting_row is not None and version == declared_version
             insertion = self._db.execute(
-                "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (turn_row_id, source, version, float(value), is_counted, self._db.clock(), took_s, cost),
+                "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (turn_row_id, source, version, float(value), is_counted, self._db.clock(), took_s, cost, kept_reason),
             )
             # A source that timed out and tries again gets False and no error: its first call may have arrived. To take
             # the second value would let a judge that is asked twice choose between two answers.
@@ -197,18 +204,20 @@ class Scores(StorePart):
         return dict(count_rows)
 
     @retried
-    def recorded(self, source: str | None = None) -> list[Scored]:
-        """The scores of one source, or of all, in the order of turns."""
+    def recorded(self, source: str | None = None, *, episode: int | None = None) -> list[Scored]:
+        """The scores of one source, or of all, in the order of turns; of all episodes or of one."""
+        of_episode = "" if episode is None else " AND t.episode_id = ?"
         with self._db.read():
             score_rows = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx, r.source, r.version, r.value, r.counts, r.time_s, r.took_s,"
-                " r.cost FROM rewards r JOIN turns t ON t.id = r.turn_id WHERE r.source = COALESCE(?, r.source)"
+                " r.cost, r.reason FROM rewards r JOIN turns t ON t.id = r.turn_id"
+                f" WHERE r.source = COALESCE(?, r.source){of_episode}"
                 " ORDER BY t.episode_id, t.trial, t.idx, r.source, r.version",
-                (source,),
+                (source, *((episode,) if of_episode else ())),
             )
         return [
             Scored(
-                turn_id=turn_id(episode_id, trial, turn_index),
+                turn_id=turn_id(*turn_key),
                 source=source_name,
                 version=version,
                 value=value,
@@ -216,8 +225,9 @@ class Scores(StorePart):
                 time_s=time_s,
                 took_s=took_s,
                 cost=cost,
+                reason=reason,
             )
-            for episode_id, trial, turn_index, source_name, version, value, counts, time_s, took_s, cost in score_rows
+            for *turn_key, source_name, version, value, counts, time_s, took_s, cost, reason in score_rows
         ]
 
     def _annotate(self, row_id: int, turn: str, columns: Columns) -> None:

@@ -73,6 +73,7 @@ export async function show({ root, id, number: episode, query, signal }) {
         earned.map(([source, value]) => h("span", { class: `chip ${value > 0 ? "good" : value < 0 ? "bad" : ""}` }, `${source} ${signed(value)}`)),
         turn.advantage === null ? null : h("span", { class: `chip ${turn.advantage > 0 ? "good" : turn.advantage < 0 ? "bad" : ""}`, title: "over the other members of its group, before any scale" }, `advantage ${signed(turn.advantage)}`)),
       h("div", { class: "message assistant said" }, h("pre", {}, mode && turn.tokens.length ? tokens(turn) : cutText(turn.text, whole))),
+      Object.entries(turn.reasons).map(([source, reason]) => h("details", { class: "message tool", open: true }, h("summary", {}, h("b", {}, source), h("span", { class: "note" }, ` ${signed(turn.rewards[source])}, because`)), h("pre", {}, cutText(reason, whole)))),
       turn.edits.map(editBlock),
       turn.observation === null ? h("p", { class: "quiet" }, "Not answered yet") : turn.observation.map((one) => message(one)),
     );
