@@ -1,4 +1,5 @@
-"""Rewards that other models give: `Judge` asks a chat model to score by a rubric, `RewardModel` a classification head.
+"""Rewards that other models give: `Judge` asks a chat model to score by a rubric, `AgentJudge` one with
+tools over the work's files, `RewardModel` a classification head.
 `Rubric` makes one reward of several.
 
 An environment's `grade` calls them, or they are the run's rewarder (`env.reward`). The policy wrote the text that they
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.engine.scoring_client import ScoringClient as ScoringClient
+    from agentrl.rewards.agent_judge import AgentJudge as AgentJudge
     from agentrl.rewards.judge import Judge as Judge
     from agentrl.rewards.judge import Judgement as Judgement
     from agentrl.rewards.reward_model import RewardModel as RewardModel
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 # Imported when first used: commands that count a run's failed scores need one light module of this room.
 _WHERE = {
+    "AgentJudge": "agentrl.rewards.agent_judge",
     "Judge": "agentrl.rewards.judge",
     "Judgement": "agentrl.rewards.judge",
     "Part": "agentrl.rewards.rubric",
@@ -33,7 +36,17 @@ _WHERE = {
     "messages_of": "agentrl.rewards.transcripts",
 }
 
-__all__ = ["Judge", "Judgement", "Part", "RewardModel", "Rubric", "Scores", "ScoringClient", "messages_of"]
+__all__ = [
+    "AgentJudge",
+    "Judge",
+    "Judgement",
+    "Part",
+    "RewardModel",
+    "Rubric",
+    "Scores",
+    "ScoringClient",
+    "messages_of",
+]
 
 
 def __getattr__(name: str) -> Any:

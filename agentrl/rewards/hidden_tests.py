@@ -14,7 +14,6 @@ import json
 import math
 import posixpath
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,6 +28,7 @@ from agentrl.errors import SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, Limits, Sandbox, SandboxSpec
 from agentrl.records import Task, Trajectory
 from agentrl.registry import load_reference
+from agentrl.rewards.score_cache import Recent
 from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.shared_backend import SharedBackend, shared
 from agentrl.sandbox.work_folder import WORKSPACE
@@ -41,7 +41,6 @@ _MOST_BYTES: Final = 16 << 20  # of the files of tests
 # A summary is the last thing that a runner prints, and the output before it is the policy's to flood: only the tail
 # is ever decoded. `tests/rewards/test_box_tests.py::test_reading_a_flood_costs_no_more_than_its_tail`.
 _TAIL: Final = 8 << 10  # bytes of output in which a summary is looked for
-_REMEMBERED: Final = 4096
 # Six digits at most and no nested repetition: these expressions read what the policy prints, and one that backtracks
 # would let it hold up the source for as long as it likes.
 _COUNT: Final = re.compile(r"\b(\d{1,6}) (passed|failed|errors?|skipped|ignored|xfailed)\b")  # pytest, cargo
@@ -67,7 +66,7 @@ class BoxTests:
         self._files_of: Callable[[Task], Mapping[str, bytes]] | None = None
         if settings.call:
             self._files_of = load_reference(settings.call)
-        self._rewards: OrderedDict[bytes, float] = OrderedDict()
+        self._rewards = Recent[bytes, float]()
         self._has_command = False
 
     async def __call__(self, seen: Trajectory) -> float:
@@ -81,13 +80,10 @@ class BoxTests:
         # its files may be those of a later turn.
         work_files = await self._artifacts_of(seen.turns[-1].id)
         if work_files is None:
-            raise ScoreError(
-                f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
-                " artifacts() (docs/how-to/process-rewards.md)"
-            )
+            raise no_artifacts(seen)
         # A reference of the run file comes last, so that a task can replace a common test.
         test_files = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
-        reward_key = _digest(work_files, test_files, str(seen.task.seed))
+        reward_key = digest_of(work_files, test_files, str(seen.task.seed))
         # Members of a group often end with the same files. The key has the task's seed because the command may read
         # it (`TASK_SEED`).
         if (cached_reward := self._rewards.get(reward_key)) is not None:
@@ -97,9 +93,7 @@ class BoxTests:
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
             await self._run(test_files, seen.task)  # unless the tests themselves have them
             test_reward = 0.0
-        self._rewards[reward_key] = test_reward
-        if len(self._rewards) > _REMEMBERED:
-            self._rewards.popitem(last=False)
+        self._rewards.keep(reward_key, test_reward)
         return test_reward
 
     async def check(self) -> None:
@@ -123,7 +117,7 @@ class BoxTests:
         return value_of(test_result, self._settings.score)
 
     async def _look_for_command(self, boxes: SharedBackend) -> None:
-        program_name = self._settings.command[0]
+        program_name = next(iter(self._settings.command), "sh")  # a judge with tools needs no command
         if (await self._exec(boxes, {}, ["sh", "-c", 'command -v "$0"', program_name], {})).exit_code != 0:
             raise ScoreError(
                 f"a box of {self._settings.sandbox} has no {program_name!r}: give an image with it, or its path"
@@ -179,6 +173,12 @@ def value_of(result: ExecResult, score: str) -> float:
     if last_summary.passed == last_summary.ran and result.exit_code != 0:
         return _contradiction("all tests passed, and the exit code is not 0", last_summary.line)
     return last_summary.passed / last_summary.ran
+
+
+def counted_tests(result: ExecResult) -> tuple[int, int] | None:
+    """How many tests passed, of how many that ran, by the last summary of pytest or unittest; None without one."""
+    last_summary = next(iter(_summaries(_lines(result.stdout), _lines(result.stderr))), None)
+    return None if last_summary is None else (last_summary.passed, last_summary.ran)
 
 
 def _contradiction(words: str, line: str) -> float:
@@ -258,6 +258,14 @@ def _of_others(lines: list[str]) -> list[_Summary]:
     return summaries
 
 
+def no_artifacts(seen: Trajectory) -> ScoreError:
+    """The error for an episode whose environment declares no files."""
+    return ScoreError(
+        f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
+        " artifacts() (docs/how-to/process-rewards.md)"
+    )
+
+
 def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of a test box, in the order in which they are written: the work without what would stand in the place
     of a test, then the tests."""
@@ -265,7 +273,7 @@ def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str
     # their names is not enough: `./hidden.py` is another name of the same file, and Python prefers a package `hidden/`,
     # an extension module `hidden.so` and unchecked bytecode to `hidden.py`.
     # `tests/rewards/test_box_tests.py::test_nothing_of_the_work_stands_in_the_place_of_a_test`.
-    test_paths = {_place_of(test_name) for test_name in tests}
+    test_paths = {place_of(test_name) for test_name in tests}
     modules = tuple(test_path.removesuffix(".py") for test_path in test_paths if test_path.endswith(".py"))
     packages = tuple(f"{module}/" for module in modules)
     binaries = tuple(f"{module}." for module in modules)
@@ -278,13 +286,14 @@ def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str
             or (work_path.startswith(binaries) and work_path.endswith((".so", ".pyc")))
         )
 
-    kept_work = {name: file_bytes for name, file_bytes in work.items() if not (tests and is_in_place(_place_of(name)))}
+    kept_work = {name: file_bytes for name, file_bytes in work.items() if not (tests and is_in_place(place_of(name)))}
     return {**kept_work, **tests}
 
 
-def _place_of(name: str) -> str:
+def place_of(name: str) -> str:
     """The path below the work folder that a box resolves a file's name to."""
-    return posixpath.normpath(name.removeprefix(WORKSPACE)).lstrip("/")
+    path = posixpath.normpath(name)
+    return path.lstrip("/").removeprefix(f"{WORKSPACE[1:]}/") if path.startswith("/") else path
 
 
 def read_tests(folder: Path) -> dict[str, bytes]:
@@ -301,7 +310,8 @@ def read_tests(folder: Path) -> dict[str, bytes]:
     return {file_name: file_path.read_bytes() for file_name, file_path in paths_by_name.items()}
 
 
-def _digest(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) -> bytes:
+def digest_of(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) -> bytes:
+    """A digest of the files of a work, of its tests and of the task's seed."""
     work_digest = blake2b(seed.encode())
     for named_files in (work, tests):
         for file_name, file_bytes in sorted(named_files.items()):

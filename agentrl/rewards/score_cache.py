@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from agentrl.records import Trajectory
 from agentrl.rewards.transcripts import messages_of
@@ -15,22 +15,40 @@ from agentrl.rewards.transcripts import messages_of
 # ones hardly ever come again.
 _MOST: Final = 4096  # contents that are remembered
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 
 @dataclass(slots=True)
-class ScoreCache:
-    """Values by the content of an episode so far: task, all messages, whether it is over. The oldest ones go. With
-    `apart`, turns of equal content have values of their own: the measured value depends on more than the content."""
+class Recent(Generic[K, V]):
+    """The values of the last keys; the oldest ones go."""
 
-    apart: bool = False
-    _values: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
+    _values: OrderedDict[K, V] = field(default_factory=lambda: OrderedDict[K, V]())
 
-    def get(self, seen: Trajectory) -> float | None:
-        return self._values.get(self._key(seen))
+    def get(self, key: K) -> V | None:
+        """The value of a key; None if it has none any more."""
+        return self._values.get(key)
 
-    def keep(self, seen: Trajectory, value: float) -> None:
-        self._values[self._key(seen)] = value
+    def keep(self, key: K, value: V) -> None:
+        """Remember a value."""
+        self._values[key] = value
         if len(self._values) > _MOST:
             self._values.popitem(last=False)
+
+
+@dataclass(slots=True)
+class ScoreCache(Generic[V]):
+    """Values by the content of an episode so far: task, all messages, whether it is over. With `apart`, turns of equal
+    content have values of their own: the measured value depends on more than the content."""
+
+    apart: bool = False
+    _values: Recent[bytes, V] = field(default_factory=lambda: Recent[bytes, V]())
+
+    def get(self, seen: Trajectory) -> V | None:
+        return self._values.get(self._key(seen))
+
+    def keep(self, seen: Trajectory, value: V) -> None:
+        self._values.keep(self._key(seen), value)
 
     def _key(self, seen: Trajectory) -> bytes:
         return _content(seen) + (seen.turns[-1].id.encode() if self.apart and seen.turns else b"")

@@ -75,7 +75,7 @@ def rewarder_of(
         # A limiter of its own, as in `Scorer`: trio's common one is shared with the environments, and a source that
         # hangs would fill it.
         thread_limiter = trio.CapacityLimiter(settings.concurrency)
-        score_cache = ScoreCache(apart=settings.measure == "tests")
+        score_cache = ScoreCache[float](apart=settings.measure == "tests")
 
         async def potential(state: Trajectory) -> float:
             return (await _called(rewarder, state, thread_limiter)).value
@@ -160,7 +160,7 @@ class Scorer:
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
-    _known: ScoreCache = field(init=False)
+    _known: ScoreCache[float] = field(init=False)
     _tracebacks: Tracebacks = field(default_factory=Tracebacks)
     _count: FailureCount = field(init=False)
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
@@ -168,7 +168,7 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
-        self._known = ScoreCache(apart=self.settings.measure == "tests")
+        self._known = ScoreCache[float](apart=self.settings.measure == "tests")
         self._count = FailureCount(self.settings.source, life=secrets.token_hex(4))
 
     @property

@@ -40,7 +40,7 @@ class Shaping:
 
     potential: Callable[[Trajectory], Awaitable[float]]
     gamma: float = 1.0
-    known: ScoreCache = field(default_factory=ScoreCache)
+    known: ScoreCache[float] = field(default_factory=lambda: ScoreCache[float]())
 
     async def __call__(self, seen: Trajectory) -> float:
         seen_turns, acting_role = seen.turns, seen.turns[-1].role

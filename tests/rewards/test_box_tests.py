@@ -128,6 +128,7 @@ def unchecked(source: bytes) -> bytes:
         {"hidden.py": b"", "/workspace/hidden.py": FORGED},
         {"hidden/__init__.py": FORGED},
         {".//hidden/__init__.py": FORGED},
+        {"//workspace/../workspace/hidden/__init__.py": FORGED},
         {f"hidden{importlib.machinery.EXTENSION_SUFFIXES[-1]}": FORGED},
         {f"__pycache__/hidden.{sys.implementation.cache_tag}.pyc": unchecked(FORGED)},
     ],
