@@ -15,15 +15,16 @@ from agentrl.config.league import LeagueSettings
 from agentrl.config.run_config import RunConfig
 from agentrl.config.sections import RewardSource
 
-_SERVED = ("prm", "judge", "teacher")
+_SERVED = ("prm", "judge", "agent_judge", "teacher")
 _OF_KINDS = {  # settings of a reward source, and what has a use for them
-    "call": ("callable", "tests"),
-    **dict.fromkeys(("command", "files", "score", "sandbox", "image"), ("tests",)),
+    "call": ("callable", "tests", "agent_judge"),
+    **dict.fromkeys(("command", "files", "sandbox", "image"), ("tests", "agent_judge")),
+    "score": ("tests",),
     "gamma": ("shaping",),
     "margin_tokens": ("overlong",),
     **dict.fromkeys(("url", "model", "api_key_env"), _SERVED),
     **dict.fromkeys(("prompt", "envs"), ("teacher",)),
-    "rubric": ("judge",),
+    "rubric": ("judge", "agent_judge"),
     **dict.fromkeys(("label", "activation"), ("prm",)),
 }
 

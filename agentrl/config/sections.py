@@ -232,18 +232,19 @@ class RewardSource(Section):
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     """Name of the source in tables and records. `env` is reserved for the environment."""
 
-    kind: Literal["callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"]
+    kind: Literal["callable", "shaping", "tests", "prm", "judge", "agent_judge", "teacher", "overlong"]
     """Scorer of a turn: a function (`callable`), differences of a potential (`shaping`), tests in a fresh box
-    (`tests`), a reward model (`prm`), a chat model with a rubric (`judge`), a teacher model (`teacher`), or a cost of
-    long turns (`overlong`). See `docs/how-to/process-rewards.md`."""
+    (`tests`), a reward model (`prm`), a chat model with a rubric (`judge`), one with tools over the finished work
+    (`agent_judge`), a teacher model (`teacher`), or a cost of long turns (`overlong`). See
+    `docs/how-to/process-rewards.md`."""
 
     call: str | None = None
     """Function as `module:name` or `file.py:name`. For `callable` and `shaping` it maps the trajectory up to the turn
-    to a float; for `tests` it maps the task to more test files, by their paths."""
+    to a float; for `tests` and `agent_judge` it maps the task to more test files, by their paths."""
 
     command: list[str] = Field(default_factory=list)
     """Command that runs the `tests` in their box, as a list of words. With `shaping`, the share of passed tests becomes
-    the potential."""
+    the potential; an `agent_judge` is told the command."""
 
     files: str | None = None
     """Folder of test files to copy into the test box, beside the agent's work. A relative path starts at the run file's
@@ -266,7 +267,8 @@ class RewardSource(Section):
     """Number of tokens before `rollout.max_tokens_per_turn` over which the cost of `overlong` rises from 0 to 1."""
 
     url: str | None = None
-    """URL of the server, for `prm`, `judge` and `teacher`. A teacher at `policy` is the run's own engines."""
+    """URL of the server, for `prm`, `judge`, `agent_judge` and `teacher`. A teacher at `policy` is the run's own
+    engines."""
 
     prompt: str | None = None
     """System message that only the teacher reads, before the episode."""
@@ -282,7 +284,7 @@ class RewardSource(Section):
     engines need none."""
 
     rubric: str | None = None
-    """Rubric by which a judge scores the last action, from 0 to 1."""
+    """Rubric by which a `judge` scores the last action, and an `agent_judge` the finished work, from 0 to 1."""
 
     label: Annotated[int, Field(ge=0)] = 0
     """Index of the output that is the score, for a reward model with several (`prm`)."""
@@ -298,7 +300,7 @@ class RewardSource(Section):
 
     call_deadline_s: Positive = 30.0
     """Seconds after which one call counts as failed. A test command may run for two thirds of them, and gets 0 beyond;
-    the rest is for making its box."""
+    the rest is for making its box. An `agent_judge` needs some minutes."""
 
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of repeated calls after a failed call."""
@@ -325,6 +327,11 @@ class RewardSource(Section):
             return "tests" if self.command else "callable"
         return self.kind
 
+    @property
+    def reads_work(self) -> bool:
+        """Whether it reads the files of the agent's work, and needs a box for them."""
+        return self.measure in ("tests", "agent_judge")
+
     def beside(self, folder: Path) -> Self:
         """Return these settings with a folder of tests taken from `folder`."""
         return self if self.files is None else self.model_copy(update={"files": str((folder / self.files).resolve())})
@@ -345,6 +352,7 @@ class RewardSource(Section):
             "callable": ("call",),
             "tests": ("command",),
             "judge": ("url", "rubric"),
+            "agent_judge": ("url", "rubric"),
             "overlong": ("margin_tokens",),
         }
         for setting_name in needed_by_kind.get(self.measure, ("url",)):

@@ -12,10 +12,11 @@ import inspect
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Final, cast
 
 import httpx
@@ -25,14 +26,16 @@ from agentrl.config.sections import RewardSource
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.sync_async import LoopThread
 from agentrl.errors import AgentRLError, DiskFull, ScoreError, StoreAway, Tracebacks, place_of
-from agentrl.records import LARGEST, StopReason, Trajectory
+from agentrl.records import LARGEST, StopReason, Task, Trajectory
 from agentrl.registry import load_reference
-from agentrl.rewards.hidden_tests import ArtifactsOf, BoxTests
+from agentrl.rewards.agent_judge import AgentJudge
+from agentrl.rewards.hidden_tests import ArtifactsOf, BoxTests, no_artifacts, read_tests
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.score_cache import ScoreCache
 from agentrl.rewards.score_failures import KIND, FailureCount
 from agentrl.rewards.shaping import Overlong, Shaping
+from agentrl.rewards.transcripts import messages_of
 from agentrl.rewards.verdict import Verdict
 from agentrl.store.interfaces import RewardStore
 from agentrl.tokens.columns import NONE
@@ -89,16 +92,56 @@ def rewarder_of(
         deadline_s=_OWN_SHARE * settings.call_deadline_s,
         transport=transport,
     )
-    scoring_model: RewardModel | Judge = Judge(scoring_client, rubric=settings.rubric or "", attempts=1)
+    if settings.kind == "agent_judge":
+        return _judge_of_work(settings, scoring_client, artifacts_of or _none)
     if settings.kind == "prm":
-        scoring_model = RewardModel(scoring_client, label=settings.label, activation=settings.activation)
+        reward_model = RewardModel(scoring_client, label=settings.label, activation=settings.activation)
 
-    async def of_action(seen: Trajectory) -> float:
-        # A judge sees the action and not what came of it: the tools' answer may hold text that the policy had put
-        # there, and a process reward is one of the action.
-        return await scoring_model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
+        async def of_action(seen: Trajectory) -> float:
+            return await reward_model(_without_answer(seen))
 
-    return of_action
+        return of_action
+    judge = Judge(scoring_client, rubric=settings.rubric or "", attempts=1)
+
+    async def judged(seen: Trajectory) -> Verdict:
+        judgement = await judge.score(messages_of(_without_answer(seen)))
+        return Verdict(judgement.score, reason=judgement.reason)
+
+    return judged
+
+
+def _without_answer(seen: Trajectory) -> Trajectory:
+    """The episode up to its last action. A model sees the action and not what came of it: the tools' answer may hold
+    text that the policy had put there, and a process reward is one of the action."""
+    return replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None)))
+
+
+def _judge_of_work(settings: RewardSource, client: ScoringClient, artifacts_of: ArtifactsOf) -> TurnRewarder:
+    """A judge with tools, which is asked once for a role's episode: of the work after its last turn."""
+    judge = AgentJudge(
+        client,
+        rubric=settings.rubric or "",
+        sandbox=settings.sandbox,
+        image=settings.image,
+        tests=read_tests(Path(settings.files)) if settings.files else {},
+        command=settings.command,
+    )
+    files_of: Callable[[Task], Mapping[str, bytes]] | None = load_reference(settings.call) if settings.call else None
+
+    async def judged(seen: Trajectory) -> Verdict:
+        # Some minutes of a judge for each turn would cost more than the episode, and a work in the making is not what
+        # the rubric is about.
+        if seen.stop_reason is None:
+            return Verdict(0.0)
+        work_files = await artifacts_of(seen.turns[-1].id)
+        if work_files is None:
+            raise no_artifacts(seen)
+        task_files = files_of(seen.task) if files_of else None
+        transcript = messages_of(_without_answer(seen))
+        judgement = await judge.score(transcript, work_files, tests=task_files, seed=seen.task.seed)
+        return Verdict(judgement.score, reason=judgement.reason)
+
+    return judged
 
 
 async def _none(_: str) -> None:
@@ -160,7 +203,7 @@ class Scorer:
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
-    _known: ScoreCache[float] = field(init=False)
+    _known: ScoreCache[Verdict] = field(init=False)
     _tracebacks: Tracebacks = field(default_factory=Tracebacks)
     _count: FailureCount = field(init=False)
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
@@ -168,13 +211,13 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
-        self._known = ScoreCache[float](apart=self.settings.measure == "tests")
+        self._known = ScoreCache(apart=self.settings.reads_work)
         self._count = FailureCount(self.settings.source, life=secrets.token_hex(4))
 
     @property
     def _settled(self) -> bool:
         """Whether a turn is scored only once it is known whether its role acts again."""
-        return self.settings.kind == "shaping"
+        return self.settings.kind in ("shaping", "agent_judge")
 
     async def serve(self) -> None:
         """Score turns until cancelled. Each turn is fetched once, however long its score takes."""
@@ -221,17 +264,22 @@ class Scorer:
         turn's episode began anew meanwhile."""
         seen_episode = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
         started_s = time.monotonic()
-        score_value, call_count, token_columns = self._known.get(seen_episode), 0.0, NONE
-        if score_value is None:
+        verdict, call_count = self._known.get(seen_episode), 0.0
+        if verdict is None:
             verdict, call_count = await self._ask_repeatedly(seen_episode)
-            score_value, token_columns = verdict.value, verdict.columns
             if self.settings.kind != "teacher":  # what it says is of tokens, and texts may be alike
-                self._known.keep(seen_episode, score_value)
-        took_s, source_name = time.monotonic() - started_s, self.settings.source
+                self._known.keep(seen_episode, replace(verdict, columns=NONE))
         await self.store.score(
-            turn, source_name, score_value, version=version, took_s=took_s, cost=call_count, columns=token_columns
+            turn,
+            self.settings.source,
+            verdict.value,
+            version=version,
+            took_s=time.monotonic() - started_s,
+            cost=call_count,
+            columns=verdict.columns,
+            reason=verdict.reason,
         )
-        return score_value
+        return verdict.value
 
     async def _ask_repeatedly(self, seen: Trajectory) -> tuple[Verdict, float]:
         """The verdict, and how many calls it took."""

@@ -170,7 +170,7 @@ async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> lis
     shared_backend.configure(config.sandbox.arguments())
     findings: list[tuple[str, str]] = []
     for reward_source in config.rewards:
-        if reward_source.measure == "tests":
+        if reward_source.reads_work:
             try:
                 with trio.move_on_after(task_s):
                     await BoxTests(reward_source, _no_artifacts).check()

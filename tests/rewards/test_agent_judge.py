@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,15 +18,22 @@ import trio
 from each_case import each_case
 from trio.testing import MockClock
 
+from agentrl.config.contradictions import contradictions
+from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError, EngineTimeout, EngineUnavailable, HostBusy, SandboxError, ScoreError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.records import Message
+from agentrl.records import Message, StopReason
 from agentrl.rewards import AgentJudge, Judgement, ScoringClient
+from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.sandbox import shared_backend
 from agentrl.sandbox.shared_backend import wrapped_boxes
+from agentrl.store import Ending, RunStore
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl.testing.scoring import FakeScoring
+from tests.store.play import START, answer, turn
 
+from .conftest import run_config
 from .test_transcripts import CONTROL
 
 TESTS = b"""
@@ -420,3 +428,66 @@ async def test_the_boundary_never_enters_a_box(boxes: Boxes) -> None:
 
     assert (await judge_of(httpx.MockTransport(server)).score("a text")).points == 1
     assert boxes.made == []
+
+
+# --- as a source of a run file
+
+
+def settings(**changes: Any) -> RewardSource:
+    fields = {"source": "review", "kind": "agent_judge", "url": "http://judge", "rubric": "Is it right?", "retries": 0}
+    return RewardSource(**{**fields, **changes})
+
+
+def scorer_of(store: RunStore, server: httpx.AsyncBaseTransport, **changes: Any) -> Scorer:
+    source, desk = settings(**changes), JournalWriter(store, inline=True)
+    return Scorer(source, desk, rewarder_of(source, artifacts_of=desk.artifacts, transport=server))
+
+
+def worked(store: RunStore, *works: bytes) -> list[str]:
+    """Play an episode to its end, with an answer and a module at each turn; the ids of its turns."""
+    claim, _ = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
+    for index, work in enumerate(works):
+        store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, 1))
+        if work:
+            id = f"{claim.episode_id}.0.{index}"
+            store.journal.keep_artifacts(claim.episode_id, claim.fence, id, {"module.py": work})
+        last = index == len(works) - 1
+        store.journal.journal_step(claim.episode_id, claim.fence, index, answer(index, last=last))
+    store.journal.finish(claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0))
+    return [f"{claim.episode_id}.0.{index}" for index in range(len(works))]
+
+
+async def test_a_source_judges_the_finished_work_and_keeps_the_evidence(store: RunStore, tmp_path: Path) -> None:
+    (tmp_path / "hidden.py").write_bytes(TESTS)
+    fake = FakeScoring(("list_files", {}), ("read_file", {"path": "module.py"}), 6)
+    scorer = scorer_of(store, fake, files=str(tmp_path), command=COMMAND)
+    first, last = worked(store, WRONG, RIGHT)
+    assert await scorer.score(first) == 0.0 and fake.requests == []
+    assert await scorer.score(last) == 0.6
+    shown = [message["content"] for message in fake.requests[-1][1]["messages"]]
+    assert RIGHT.decode() in shown[-1] and "ours\t" in shown[3] and "python3 -B -m unittest -q hidden" in shown[0]
+    assert "seen 1" not in shown[1], "it sees the action, and not what came of it"
+    assert [(one.value, one.reason) for one in store.scores.recorded()] == [(0.0, ""), (0.6, "scripted")]
+
+
+@pytest.mark.parametrize(("work", "why"), [(b"", r"gave no artifacts for turn 1\.0\.0"), (WRONG, "EngineTimeout")])
+async def test_a_source_without_work_or_without_a_server_gives_no_score(
+    store: RunStore, autojump_clock: MockClock, work: bytes, why: str
+) -> None:
+    (last,) = worked(store, work)
+    with pytest.raises(ScoreError, match=why):
+        await scorer_of(store, FakeScoring(httpx.ConnectError("gone"))).score(last)
+    assert store.scores.recorded() == []
+
+
+def test_a_source_needs_a_rubric_and_a_server_and_names_what_has_no_use() -> None:
+    for field in ("url", "rubric"):
+        with pytest.raises(ConfigError, match=rf"rewards\.{field}"):
+            settings(**{field: None})
+    assert (
+        list(contradictions(run_config(settings(files="tests", image="python", command=["pytest"], deadline_s=9))))
+        == []
+    )
+    (line,) = contradictions(run_config(settings(score="exit", gamma=0.5)))
+    assert "has no use for score, gamma: leave it out" in line

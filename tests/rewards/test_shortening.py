@@ -19,9 +19,11 @@ from agentrl.records import Message
 from agentrl.rewards import Judge, RewardModel, ScoringClient
 from agentrl.rewards.scorer import rewarder_of
 from agentrl.rewards.transcripts import shortened
+from agentrl.rewards.verdict import Verdict
 from agentrl.testing.scoring import FakeScoring
 from tests.rewards.conftest import episode, turn
 
+SCRIPTED = Verdict(0.5, reason="scripted")
 ASKED: Message = {"role": "user", "content": "Write a poem."}
 
 
@@ -98,9 +100,11 @@ async def test_a_server_that_refuses_whatever_it_is_asked_has_failed(status: int
         await RewardModel(client).score([ASKED])
 
 
-@pytest.mark.parametrize(("source", "value"), [({"kind": "prm"}, 1.5), ({"kind": "judge", "rubric": "Good?"}, 0.5)])
+@pytest.mark.parametrize(
+    ("source", "value"), [({"kind": "prm"}, 1.5), ({"kind": "judge", "rubric": "Good?"}, SCRIPTED)]
+)
 async def test_an_action_too_long_for_a_source_is_scored_at_the_first_call(
-    source: dict[str, Any], value: float
+    source: dict[str, Any], value: float | Verdict
 ) -> None:
     fake = FakeScoring(5, outputs=(1.5,), longest=3_000)
     settings = RewardSource(**{"source": "steps", "url": "http://scorer", **source})

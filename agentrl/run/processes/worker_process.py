@@ -99,7 +99,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts is not False,
         eval_sampling=config.eval_sampling,
-        artifacts=any(reward_source.measure == "tests" for reward_source in config.rewards),
+        artifacts=any(reward_source.reads_work for reward_source in config.rewards),
     )
     rollout_worker = Worker(name, journal, rollout_context, config.buffer.groups_ahead, sharing=len(fleet_view.workers))
     if fleet_view.paused:
