@@ -116,7 +116,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One conversation: its `boundary`, what was said, and how many bytes of the work an answer shows."""
+    """One conversation: its `boundary`, its messages and their bound, and how many bytes of the work an answer shows."""
 
     boundary: str
     messages: list[Message]
@@ -128,13 +128,13 @@ class AgentJudge:
     """Scores a work by `rubric` on `scale` (lowest and highest points), with tools over the work's files.
 
     `tests` are files of ours, by path, that lie over the work's in each box of the backend `sandbox` (with `image`):
-    what would stand in their place, or steer their run, is left out. `command` is how they are run; the judge is told
-    so. The judge has `turns` messages, and reads at most `answer_bytes` of the work in each answer of a tool. `options`
+    what would stand in their place, or steer their run, is left out. The judge reads in its instructions that `command`
+    runs them. It has `turns` messages, and reads at most `answer_bytes` of the work in each answer of a tool. `options`
     go into each request. Equal work, with an equal transcript, is judged once.
 
     Example::
 
-        judge = AgentJudge(ScoringClient("http://127.0.0.1:8001"), rubric="Does the module do what was asked for?")
+        judge = AgentJudge(ScoringClient("http://127.0.0.1:8001"), rubric="Does the module do its task?")
 
         class Modules(agentrl.ToolEnv):
             async def grade(self):
@@ -288,18 +288,18 @@ class AgentJudge:
                     refusal = str(error)
             if is_last:
                 break
-            said_text = text_of_answer(completion.message.get("content"))[0]
-            conversation.messages += await self._answers(said_text, calls, conversation, box, refusal)
+            judge_text = text_of_answer(completion.message.get("content"))[0]
+            conversation.messages += await self._answers(judge_text, calls, conversation, box, refusal)
         raise ScoreError(f"the judge gave no verdict in its {conversation.turns} messages, at last: {refusal}")
 
     async def _answers(
-        self, said: str, calls: Sequence[_Call], conversation: _Conversation, box: JudgeBox, refusal: str
+        self, written: str, calls: Sequence[_Call], conversation: _Conversation, box: JudgeBox, refusal: str
     ) -> list[Message]:
         """The judge's message and the answers to its calls."""
         # The judge's words too are defused: it may quote the work.
-        said_text = defused(said)[: conversation.answer_bytes]
+        judge_text = defused(written)[: conversation.answer_bytes]
         if not calls:
-            return [{"role": "assistant", "content": said_text}, {"role": "user", "content": _NO_CALL}]
+            return [{"role": "assistant", "content": judge_text}, {"role": "user", "content": _NO_CALL}]
         written_calls: list[dict[str, Json]] = []
         answers: list[Message] = []
         for call in calls[:_MOST_CALLS]:
@@ -316,7 +316,7 @@ class AgentJudge:
             answers.append({"role": "tool", "tool_call_id": call_id, "content": content})
         if left_out := len(calls) - len(written_calls):
             answers.append({"role": "user", "content": f"{left_out} calls were left out: give at most {_MOST_CALLS}."})
-        return [{"role": "assistant", "content": said_text, "tool_calls": written_calls}, *answers]
+        return [{"role": "assistant", "content": judge_text, "tool_calls": written_calls}, *answers]
 
     def _verdict_schema(self, boundary: str) -> Json:
         lowest_points, highest_points = self._scale

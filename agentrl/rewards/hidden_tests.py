@@ -293,7 +293,9 @@ def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str
 def place_of(name: str) -> str:
     """The path below the work folder that a box resolves a file's name to."""
     path = posixpath.normpath(name)
-    return path.lstrip("/").removeprefix(f"{WORKSPACE[1:]}/") if path.startswith("/") else path
+    if not path.startswith("/"):
+        return path
+    return f"{path.lstrip('/')}/".removeprefix(f"{WORKSPACE[1:]}/").rstrip("/") or "."
 
 
 def read_tests(folder: Path) -> dict[str, bytes]:

@@ -45,7 +45,7 @@ _RUNNERS: Final = frozenset({"unittest", "pytest", "_pytest", "pluggy", "sitecus
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What a tool returns: `facts` in our own words, and beneath each heading bytes that the work may have written."""
+    """The answer of a tool: `facts` in our own words, and beneath each heading bytes that the work may have written."""
 
     facts: str
     data: Mapping[str, bytes] = field(default_factory=dict[str, bytes])

@@ -117,7 +117,7 @@ def _without_answer(seen: Trajectory) -> Trajectory:
 
 
 def _judge_of_work(settings: RewardSource, client: ScoringClient, artifacts_of: ArtifactsOf) -> TurnRewarder:
-    """A judge with tools, which is asked once for a role's episode: of the work after its last turn."""
+    """A judge with tools, which scores a role's episode once: the work after its last turn."""
     judge = AgentJudge(
         client,
         rubric=settings.rubric or "",

@@ -283,7 +283,7 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, size: TurnSize, cut: int | No
 
 
 def _reasons(scores: Sequence[Scored], cut: int | None) -> dict[str, dict[str, Json]]:
-    """What sources say of their values that count, by the id of the turn."""
+    """The reasons that sources gave for their values that count, by the id of the turn."""
     by_turn = dict[str, dict[str, Json]]()
     for score in scores:
         if score.counts and score.reason:

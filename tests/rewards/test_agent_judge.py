@@ -152,6 +152,7 @@ async def test_text_alone_is_no_verdict_and_the_last_message_is_forced() -> None
         ("read_file", {"path": "module.py", "lines": 0}, "not done: lines: Input should be greater"),
         ("read_file", {"path": 5}, "not done: path: Input should be a valid string"),
         ("list_files", {"path": "--help"}, "no file is there"),
+        ("list_files", {"path": "/workspace"}, "1 files"),
         ("run", {"command": "true\0"}, "the command was not run"),
         ("run", {"command": "x" * 9000}, "the command was not run"),
         ("shell", {"command": "true"}, "no such tool"),
