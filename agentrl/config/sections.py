@@ -244,7 +244,7 @@ class RewardSource(Section):
 
     command: list[str] = Field(default_factory=list)
     """Command that runs the `tests` in their box, as a list of words. With `shaping`, the share of passed tests becomes
-    the potential; an `agent_judge` is told the command."""
+    the potential; an `agent_judge` reads it in its instructions."""
 
     files: str | None = None
     """Folder of test files to copy into the test box, beside the agent's work. A relative path starts at the run file's

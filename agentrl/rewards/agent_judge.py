@@ -116,7 +116,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One conversation: its `boundary`, its messages and their bound, and how many bytes of the work an answer shows."""
+    """One conversation: its `boundary`, messages and their bound, and how many bytes of the work an answer shows."""
 
     boundary: str
     messages: list[Message]
