@@ -435,7 +435,7 @@ def _clock(at: Value[float | None]) -> Callable[[RunStore], None]:
 
 
 class _Look(NamedTuple):
-    """What a tick reads of the store: its clock in seconds, how often settings changed, whether the run is paused, and
+    """One tick's reading of the store: its clock in seconds, how often settings changed, whether the run is paused, and
     the numbers that must keep moving. In one call, since each call takes a thread, four times a second."""
 
     now_s: float
