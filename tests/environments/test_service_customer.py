@@ -128,6 +128,20 @@ def test_a_customer_says_what_it_knows_when_it_is_asked_and_agrees_to_amounts_al
     assert customer.is_content
 
 
+@each_case(
+    "message",
+    [
+        "Sure, I can get that booked for you. Could you tell me your customer number?",
+        "To have your booking moved, please give me your customer number first.",
+        "Once it is cancelled the refund comes by itself. What is your customer number?",
+    ],
+)
+def test_a_promise_before_the_customer_agreed_does_not_end_the_chat(message: str) -> None:
+    for ending in (Ending.CHANGE, Ending.REFUSAL, Ending.SECOND_THOUGHTS, Ending.MONEY):
+        customer = ScriptedCustomer([Wish("Please do it.", ending)], {"customer": "It is C1."})
+        assert customer.answer(message) == "It is C1." and not customer.is_over
+
+
 def test_a_text_that_reads_like_a_call_changes_nothing_unless_the_format_reads_it() -> None:
     """An agent whose calls are written in another dialect, or in the middle of a customer's quotation."""
     env = Service(tool_format="react", levels=[2])

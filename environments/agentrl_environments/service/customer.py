@@ -117,7 +117,7 @@ class ScriptedCustomer:
         if not text:
             return self._say(self._bring_back(_HELLO))
         topics = [topic for topic, pattern in TOPICS.items() if pattern.search(text)]
-        if topics and ("?" in text or _REQUESTS.search(text)) and not _brings_news(message, text):
+        if topics and ("?" in text or _REQUESTS.search(text)) and not self._brings_news(message, text):
             facts = " ".join(self._fact(topic) for topic in topics)
             is_repeated = self._answered.issuperset(topics)
             self._answered.update(topics)
@@ -135,7 +135,7 @@ class ScriptedCustomer:
         """The answer to a message that is no question about what the customer knows."""
         facts, wish = read_facts(message), self._wish
         refuses, proposes = _REFUSES.search(text) is not None, _PROPOSES.search(text) is not None
-        is_done = _DONE.search(text) is not None and not proposes
+        is_done = self._is_done(text)
         match wish.ends_by:
             case Ending.MONEY | Ending.DAY:
                 if facts.cents if wish.ends_by is Ending.MONEY else facts.days:
@@ -153,7 +153,7 @@ class ScriptedCustomer:
                 if is_done:
                     return self._give_up()
             case Ending.CHANGE:
-                if is_done and (self._has_agreed or not facts.cents):
+                if is_done:
                     return self._next_wish()
                 if facts.cents or proposes:
                     return self._consider(facts)
@@ -200,16 +200,18 @@ class ScriptedCustomer:
         self.is_over, self.agrees = True, False
         return _LEAVES
 
+    def _is_done(self, text: str) -> bool:
+        # Nothing can be done before the customer has agreed. Until then the same words belong to a promise or a
+        # question ("I can get that booked for you. May I have your number?"), and the customer must not leave at them.
+        return self._has_agreed and _DONE.search(text) is not None and _PROPOSES.search(text) is None
+
+    def _brings_news(self, message: str, text: str) -> bool:
+        """Whether a message proposes something with its amount, or says that something is done. It may name the
+        booking's number and end with a question, and is answered as the news that it is."""
+        return self._is_done(text) or (_PROPOSES.search(text) is not None and bool(read_facts(message).cents))
+
     def _phrase(self, phrases: Sequence[str]) -> str:
         return phrases[(self.variant + self.wish_index) % len(phrases)]
 
     def _say(self, words: str) -> str:
         return f"{words} {self.remark}".strip()
-
-
-def _brings_news(message: str, text: str) -> bool:
-    """Whether a message proposes something with its amount, or says that something is done. It may name the booking's
-    number and end with a question, and is answered as the news that it is."""
-    if _PROPOSES.search(text):
-        return bool(read_facts(message).cents)
-    return _DONE.search(text) is not None
