@@ -142,6 +142,38 @@ def test_a_promise_before_the_customer_agreed_does_not_end_the_chat(message: str
         assert customer.answer(message) == "It is C1." and not customer.is_over
 
 
+@each_case(
+    "message",
+    [
+        "Your booking is confirmed for 84.00 euros.",
+        "As agreed, it is booked. Would you like help with anything else?",
+        "The reservation is complete! Do you want me to do something else for you?",
+    ],
+)
+def test_news_of_what_was_done_is_no_proposal(message: str) -> None:
+    customer = ScriptedCustomer([Wish("Please book it.", Ending.CHANGE)], {})
+    customer.answer("That is 84.00 euros. Shall I book it?")
+    customer.answer(message)
+    assert customer.is_content
+
+
+@each_case(
+    "message",
+    [
+        "I'm sorry, that isn't possible: the booking begins too soon.",
+        "Our rules do not allow changes on such short notice.",
+        "Unfortunately the system doesn\N{RIGHT SINGLE QUOTATION MARK}t permit it.",
+        "No exceptions, I am afraid.",
+        "I have to refuse that.",
+    ],
+)
+def test_a_refusal_is_understood_in_many_words(message: str) -> None:
+    customer = ScriptedCustomer([Wish("Move it.", Ending.REFUSAL, ("Please!",))], {})
+    assert customer.answer(message) == "Please!"
+    customer.answer(message)
+    assert customer.is_content
+
+
 def test_a_text_that_reads_like_a_call_changes_nothing_unless_the_format_reads_it() -> None:
     """An agent whose calls are written in another dialect, or in the middle of a customer's quotation."""
     env = Service(tool_format="react", levels=[2])

@@ -53,17 +53,18 @@ TOPICS: Final[Mapping[str, re.Pattern[str]]] = {
 """What an agent may want to know, as it stands in plain text."""
 
 _REFUSES: Final = re.compile(
-    r"\b(?:can ?not|can't|unable|not (?:be )?(?:able|allowed|possible|permitted|eligible|available|free)|won't"
-    r"|decline|impossible|unavailable|fully booked|against (?:the|our|a) (?:rule|polic)\w*"
-    r"|no (?:\w+ )?(?:bikes?|tandems?) (?:is|are))\b"
+    r"\b(?:can ?not|can't|unable|won't|decline|refuse|impossible|unavailable|fully booked|no exceptions?"
+    r"|against (?:the|our|a) (?:rule|polic)\w*|no (?:\w+ )?(?:bikes?|tandems?) (?:is|are))\b"
+    r"|(?:\bnot|n't) (?:be )?(?:able|allow(?:ed)?|possible|permit(?:ted)?|eligible|available|free)\b"
 )
 _PROPOSES: Final = re.compile(
-    r"\b(?:shall i|should i|may i|confirm|go ahead|proceed|agree|would you like|do you want"
+    r"\b(?:shall i|should i|may i|confirm(?!ed|ation)|go ahead|proceed(?!ed)|agree(?!d)"
+    r"|(?:would you like|do you want)(?! (?:\w+ ){0,6}(?:any|some)thing else)"
     r"|is (?:this|that) (?:ok|fine)|okay\?|ok\?)"
 )
 _DONE: Final = re.compile(
-    r"\b(?:done|booked|reserved|changed|moved|extended|shortened|cancell?ed|credited|updated|refunded|completed"
-    r"|all set|anything else|goodbye)\b"
+    r"\b(?:done|booked|reserved|changed|moved|extended|shortened|cancell?ed|credited|updated|refunded|completed?"
+    r"|confirmed|all set|(?:any|some)thing else|goodbye)\b"
 )
 _REQUESTS: Final = re.compile(r"\b(?:please|need|tell me|give me|provide|let me know|send me)\b")
 PATIENCE: Final = 4
