@@ -280,6 +280,16 @@ def test_an_amount_that_comes_after_the_write_comes_too_late() -> None:
     assert info["database"] and info["broken_rules"] == [] and not info["informed"] and info["outcome"] == 0.0
 
 
+def test_an_amount_that_another_one_replaced_before_the_write_is_not_the_agreed_one() -> None:
+    env, task, _ = task_of("cancel")
+    (cents,) = task.cents
+    *first, _, call, done = written(env, task.gold)
+    earlier = f"Which booking number is it, please? Is it the one of {cents // 100}.{cents % 100:02d} euros?"
+    info = end(env, [*first, earlier, "The refund is 77.77 euros. Shall I cancel it?", call, done])
+    assert info["database"] and info["content"] and info["broken_rules"] == []
+    assert not info["informed"] and info["outcome"] == 0.0
+
+
 def test_a_change_beyond_the_goal_loses() -> None:
     env, task, _ = task_of("quote")
     arguments = {"customer_id": task.customer_id, "bike": "city", "first_day": "2040-01-01", "days": 1}

@@ -77,6 +77,7 @@ class Service(ToolEnv):
         self._has_consent = False
         self._broken_rules: list[str] = []
         self._cents, self._days, self._cents_before_write = set[int](), set[str](), set[int]()
+        self._latest_cents = frozenset[int]()
         self.note(level=drawn_task.level, kind=drawn_task.kind)
         return "" if isinstance(self._customer, ModelCustomer) else self._customer.opening()
 
@@ -111,6 +112,7 @@ class Service(ToolEnv):
         words = self._format.parse(text, self.schemas).text
         facts = read_facts(words)
         self._cents |= facts.cents
+        self._latest_cents = facts.cents or self._latest_cents
         self._days |= facts.days
         if isinstance(self._customer, ModelCustomer):
             self._is_customers_turn, self._has_consent = True, False
@@ -316,7 +318,9 @@ class Service(ToolEnv):
             self._break_rule("changed something without the customer's consent")
         # One consent is for one write. An agent that changes two things has to ask twice.
         self._has_consent = False
-        self._cents_before_write |= self._cents
+        # Of the latest amounts alone: those before them are not what the customer agreed to, and over many messages an
+        # agent could name every price there is.
+        self._cents_before_write |= self._latest_cents
 
     def _break_rule(self, rule: str) -> None:
         if rule not in self._broken_rules:
