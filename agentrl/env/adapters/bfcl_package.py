@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import decimal
 import functools
 import importlib
@@ -61,7 +62,11 @@ class Package:
             self.multi_turn = _module("eval_checker.multi_turn_eval.multi_turn_checker")
             self.executor = _module("eval_checker.multi_turn_eval.multi_turn_utils")
             self.mpmath = importlib.import_module("mpmath")
+            long_context = _module("eval_checker.multi_turn_eval.func_source_code.long_context")
         self.data._get_file_lock = contextlib.nullcontext  # it only reads, and the folder of the locks is gone
+        variables = cast("dict[str, Any]", vars(long_context))
+        self.tables = {name: table for name, table in variables.items() if name.isupper() and hasattr(table, "items")}
+        self.first_tables = copy.deepcopy(self.tables)
         self.executor.eval = functools.partial(call_of_methods, names=vars(self.executor))
 
     @functools.cache  # noqa: B019  (one object lives as long as its process)
@@ -155,11 +160,15 @@ class Package:
         return {"results": [result[:_RESULT_CHARACTERS] for result in results]}
 
     def forget(self) -> None:
-        """Remove what requests leave behind: the objects of an episode, and the precision that a call of the
-        mathematical API has set for the whole process."""
+        """Remove what requests leave behind: the objects of an episode, changes to the tables that every object of a
+        long context shares (the balances of credit cards), and the precision that a call of the mathematical API has
+        set for the whole process."""
         variables = cast("dict[str, Any]", vars(self.executor))
         for instance_name in [variable for variable in list(variables) if variable.endswith("_instance")]:
             del variables[instance_name]
+        for name, table in self.tables.items():  # in place, as the APIs have imported these very objects
+            table.clear()
+            table.update(copy.deepcopy(self.first_tables[name]))
         decimal.setcontext(decimal.Context())
         self.mpmath.mp.dps = 15
 

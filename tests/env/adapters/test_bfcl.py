@@ -174,6 +174,19 @@ def test_a_call_that_does_not_end_is_the_policys_and_the_episode_goes_on() -> No
     assert results_of(env, MEAN, too_large) == ['{"result": 2.0}', "Error during execution: "]
 
 
+def test_no_call_changes_what_a_later_one_reads_of_a_long_context() -> None:
+    """The package adds the same cards to each object: 5,000 euros, and 400 for the booking."""
+    index = task_with("multi_turn_long_context", "TravelAPI")
+    token = lines_of("BFCL_v4_multi_turn_long_context.json")[index]["initial_config"]["TravelAPI"]["access_token"]
+    cancel = ToolCall("cancel_booking", {"access_token": token, "booking_id": "booking_901"})
+    balance = ToolCall("get_credit_card_balance", {"access_token": token, "card_id": "1234567812345678"})
+    env = BFCL("multi_turn_long_context")
+    for _ in range(2):
+        env.reset(options={"index": index})
+        assert results_of(env, cancel) == ['{"cancel_status": true}']
+        assert results_of(env, balance) == ['{"card_balance": 5400.0}']
+
+
 def test_an_answer_on_which_the_checker_raises_is_worth_0() -> None:
     """An integer that no float can be, for a parameter that is a float."""
     entries = lines_of("BFCL_v4_simple_python.json")
