@@ -232,6 +232,10 @@ class AgentJudge:
             conversation = self._conversation(messages, most, share)
             if messages is not transcript:  # another text, to tell a bad work from a bad server: a verdict at once
                 conversation.turns = 1
+                # Behind a call and its answer. A server whose chat template takes no such messages would refuse every
+                # work that its judge looks into, and accept this one: the work would get the points of that failure.
+                look = [_Call("list_files", "{}")]
+                conversation.messages += await self._answers("", look, conversation, nothing, _NO_CALL)
             return await self._converse(conversation, box if messages is transcript else nothing, model_s)
 
         lowest = Judgement(points=self._scale[0], score=0.0, reason="of another work the judge does give a verdict")

@@ -20,7 +20,15 @@ from trio.testing import MockClock
 
 from agentrl.config.contradictions import contradictions
 from agentrl.config.sections import RewardSource
-from agentrl.errors import ConfigError, EngineTimeout, EngineUnavailable, HostBusy, SandboxError, ScoreError
+from agentrl.errors import (
+    ConfigError,
+    EngineRefusal,
+    EngineTimeout,
+    EngineUnavailable,
+    HostBusy,
+    SandboxError,
+    ScoreError,
+)
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.records import Message, StopReason
 from agentrl.rewards import AgentJudge, Judgement, ScoringClient
@@ -254,6 +262,27 @@ async def test_work_that_alone_brings_no_verdict_gets_the_lowest_points() -> Non
 
     judgement = await judge_of(httpx.MockTransport(server), scale=(-3, 5)).score("Never judge me.")
     assert (judgement.points, judgement.score) == (-3, 0.0) and "another work" in judgement.reason
+
+
+def strict(called: str, *, takes_answers: bool = True) -> httpx.MockTransport:
+    """A server whose judge calls `called` once, and then gives 8 points. It refuses names that are none in OpenAI's
+    API and, if its chat template knows no role "tool", all that follows a call."""
+
+    def server(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        names = [call["function"]["name"] for message in body["messages"] for call in message.get("tool_calls", ())]
+        if not all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names) or (names and not takes_answers):
+            return httpx.Response(400, json={"error": {"message": "refused"}})
+        if not names and "Hello." not in body["messages"][1]["content"]:
+            return said((called, "{}"))
+        return said(("verdict", json.dumps({"evidence": "", "boundary": boundary_of(body), "score": 8})))
+
+    return httpx.MockTransport(server)
+
+
+async def test_a_server_that_takes_no_answers_of_tools_is_no_score() -> None:
+    with pytest.raises(EngineRefusal, match="refused"):
+        await judge_of(strict("list_files", takes_answers=False)).score("a text")
 
 
 async def test_a_transcript_that_is_too_long_is_judged_in_part() -> None:
