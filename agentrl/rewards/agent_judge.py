@@ -308,7 +308,8 @@ class AgentJudge:
         answers: list[Message] = []
         for call in calls[:_MOST_CALLS]:
             call_id = f"call{len(conversation.messages):03d}{len(answers):02d}"
-            called_name = re.sub(r"\W+", "_", call.name)[:40]
+            # A name that a server refuses in a message would bring the work what a work gets that no server takes.
+            called_name = re.sub(r"\W+", "_", call.name, flags=re.ASCII)[:40] or "nameless"
             function: Json = {"name": called_name, "arguments": json.dumps(_quoted(call.arguments))}
             written_calls.append({"id": call_id, "type": "function", "function": function})
             answer = ToolAnswer(f"not accepted: {refusal}")

@@ -285,6 +285,11 @@ async def test_a_server_that_takes_no_answers_of_tools_is_no_score() -> None:
         await judge_of(strict("list_files", takes_answers=False)).score("a text")
 
 
+@each_case("called", ["", "\u043b\u0438\u0441\u0442", "a b"])
+async def test_a_call_goes_back_under_a_name_that_servers_take(called: str) -> None:
+    assert (await judge_of(strict(called)).score("a text")).points == 8
+
+
 async def test_a_transcript_that_is_too_long_is_judged_in_part() -> None:
     fake = FakeScoring(("read_file", {"path": "a"}), 7, longest=9_000)
     assert (await judge_of(fake).score("x" * 50_000, {"a": b"y" * 20_000})).points == 7
