@@ -29,6 +29,7 @@ from agentrl.host.platform_checks import kill_group
 _START_S: Final = 120.0  # for a process to import its code
 _PATIENCE_S: Final = 0.3  # a call waits so long for a process before another one is started
 _LEAST_S: Final = 0.001  # less than that is no time left
+_ENDS_S: Final = 1.0  # for a process whose output has ended to end as well
 _LOOK_S: Final = 0.3  # a thread that waits looks so often whether its caller has left
 
 
@@ -181,14 +182,16 @@ class Child:
 
     def _answer(self, deadline_s: float, used: CpuTime | None = None) -> dict[str, Any]:
         answer_line = self._line(deadline_s, used)
-        read_answer: dict[str, Any] = (
-            json.loads(answer_line) if answer_line else {"error": f"ended with status {self._process.wait()}"}
-        )
+        if not answer_line:
+            # Its output has ended. It need not have: code that it runs may close descriptors that are not its own.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_ENDS_S)
+            self.end()
+            status = self._process.returncode
+            raise EnvError(f"the process of {self._name} ended with status {status}: its output is in the log")
+        read_answer: dict[str, Any] = json.loads(answer_line)
         if "error" not in read_answer:
             return read_answer
-        if not answer_line:
-            self.end()
-            raise EnvError(f"the process of {self._name} {read_answer['error']}: its output is in the log")
         raise (UsageError if read_answer.get("usage") else EnvError)(read_answer["error"])
 
     def _line(self, left_s: float, used: CpuTime | None) -> bytes:
