@@ -145,14 +145,16 @@ def test_a_promise_before_the_customer_agreed_does_not_end_the_chat(message: str
 @each_case(
     "message",
     [
-        "Your booking is confirmed for 84.00 euros.",
+        "Your booking is confirmed for 84.00 euros. I will see you then.",
         "As agreed, it is booked. Would you like help with anything else?",
         "The reservation is complete! Do you want me to do something else for you?",
     ],
 )
-def test_news_of_what_was_done_is_no_proposal(message: str) -> None:
+def test_news_of_what_was_done_is_no_proposal_and_no_promise(message: str) -> None:
     customer = ScriptedCustomer([Wish("Please book it.", Ending.CHANGE)], {})
     customer.answer("That is 84.00 euros. Shall I book it?")
+    customer.answer("Thank you! I'll get that booked right now.")
+    assert not customer.is_over
     customer.answer(message)
     assert customer.is_content
 

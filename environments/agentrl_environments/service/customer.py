@@ -66,6 +66,8 @@ _DONE: Final = re.compile(
     r"\b(?:done|booked|reserved|changed|moved|extended|shortened|cancell?ed|credited|updated|refunded|completed?"
     r"|confirmed|all set|(?:any|some)thing else|goodbye)\b"
 )
+_PROMISES: Final = re.compile(r"\b(?:i'll|i will|i am going to|i'm going to|let me)\b")
+_SENTENCE_END: Final = re.compile(r"[.!?:;] ")
 _REQUESTS: Final = re.compile(r"\b(?:please|need|tell me|give me|provide|let me know|send me)\b")
 PATIENCE: Final = 4
 """Answers in a row that bring the customer no further, after which it leaves."""
@@ -204,7 +206,10 @@ class ScriptedCustomer:
     def _is_done(self, text: str) -> bool:
         # Nothing can be done before the customer has agreed. Until then the same words belong to a promise or a
         # question ("I can get that booked for you. May I have your number?"), and the customer must not leave at them.
-        return self._has_agreed and _DONE.search(text) is not None and _PROPOSES.search(text) is None
+        if not self._has_agreed or _PROPOSES.search(text):
+            return False
+        # Afterwards too, sentence by sentence: "I will get it booked now" is not news, and "It is booked" is.
+        return any(_DONE.search(sentence) and not _PROMISES.search(sentence) for sentence in _SENTENCE_END.split(text))
 
     def _brings_news(self, message: str, text: str) -> bool:
         """Whether a message proposes something with its amount, or says that something is done. It may name the
