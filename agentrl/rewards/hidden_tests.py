@@ -271,12 +271,19 @@ def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str
     of a test, then the tests."""
     # In the other order a policy could bring a file with the name of a test and be graded by it. To merge the two under
     # their names is not enough: `./hidden.py` is another name of the same file, and Python prefers a package `hidden/`,
-    # an extension module `hidden.so` and unchecked bytecode to `hidden.py`.
+    # an extension module `hidden.so` and unchecked bytecode to `hidden.py`. The folder of a test is a name as well: for
+    # `tests/hidden.py`, `tests.py` or the `__path__` of `tests/__init__.py` could lead to tests of the work's own.
     # `tests/rewards/test_box_tests.py::test_nothing_of_the_work_stands_in_the_place_of_a_test`.
+    if not tests:
+        return dict(work)
     test_paths = {place_of(test_name) for test_name in tests}
     modules = tuple(test_path.removesuffix(".py") for test_path in test_paths if test_path.endswith(".py"))
     packages = tuple(f"{module}/" for module in modules)
     binaries = tuple(f"{module}." for module in modules)
+    folders = {
+        "/".join(parts[:depth]) for parts in (path.split("/") for path in test_paths) for depth in range(1, len(parts))
+    }
+    folder_names = tuple(f"{folder}." for folder in folders)
 
     def is_in_place(work_path: str) -> bool:
         return (
@@ -284,9 +291,16 @@ def laid_over(work: Mapping[str, bytes], tests: Mapping[str, bytes]) -> dict[str
             or "__pycache__" in work_path.split("/")
             or work_path.startswith(packages)
             or (work_path.startswith(binaries) and work_path.endswith((".so", ".pyc")))
+            or (work_path.startswith(folder_names) and work_path.endswith((".py", ".so", ".pyc")))
         )
 
-    kept_work = {name: file_bytes for name, file_bytes in work.items() if not (tests and is_in_place(place_of(name)))}
+    kept_work: dict[str, bytes] = {}
+    for name, file_bytes in work.items():
+        folder, _, file_name = place_of(name).rpartition("/")
+        if folder in folders and file_name.partition(".")[0] == "__init__":
+            kept_work[f"{folder}/__init__.py"] = b""  # it stays a package, whatever the work says of it
+        elif not is_in_place(place_of(name)):
+            kept_work[name] = file_bytes
     return {**kept_work, **tests}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import marshal
+import subprocess
 import sys
 import tempfile
 import time
@@ -142,6 +143,24 @@ def test_nothing_of_the_work_stands_in_the_place_of_a_test(tmp_path: Path, forge
         spec = importlib.machinery.PathFinder.find_spec("hidden", [name])
         assert spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
         assert spec.loader.get_code("hidden") == compile(TESTS, "hidden.py", "exec", dont_inherit=True)
+
+
+@each_case(
+    "forged",
+    [
+        {"tests.py": FORGED, "tests/__init__.py": b""},
+        {"tests.py": b"__path__ = ['mine']", "mine/hidden.py": FORGED},
+        {"tests/__init__.py": b"__path__ = ['mine']", "mine/hidden.py": FORGED},
+        {"./tests/__init__.py": b"import sys; sys.modules['tests.hidden'] = sys", "tests/other.py": b""},
+    ],
+)
+def test_the_folder_of_a_test_leads_to_no_other_test(tmp_path: Path, forged: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name, closing(Folder(Path(name), limit=1 << 20)) as folder:
+        for path, data in laid_over({"module.py": RIGHT, **forged}, {"tests/hidden.py": TESTS.encode()}).items():
+            folder.write(path, data)
+        command = [sys.executable, "-S", "-c", "import tests.hidden as test; print(test.Double.__name__)"]
+        imported = subprocess.run(command, cwd=name, capture_output=True, text=True, timeout=60, check=False)
+        assert imported.stdout == "Double\n", imported.stderr
 
 
 @pytest.mark.bubblewrap
