@@ -9,6 +9,7 @@ A single-turn task is its first answer. What a policy writes reaches the package
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -35,12 +36,20 @@ _Answer = list[dict[str, Json]] | str
 """A turn of the policy as the package takes it: `[{name: arguments}, …]`, or a text."""
 
 
+def _spread(count: int) -> int:
+    """The distance of the tasks of two seeds that follow each other: near the golden section of `count`, and without a
+    divisor in common with it, so that no task comes twice before all have come."""
+    # In the package's order an evaluation of 200 tasks would be one category, under the name of the whole group.
+    return next(step for step in range(max(round(count * 0.618), 1), 2 * count + 1) if math.gcd(step, count) == 1)
+
+
 class BFCL(Env):
     """`agentrl/BFCL-v0`. Tasks of the Berkeley Function Calling Leaderboard (the package `bfcl-eval`).
 
-    `categories` are the package's, or its groups (`single_turn`, `multi_turn`, …). Seed `n` is task `n` of all their
-    tasks in the package's order, modulo their number; the option `index` names a task directly. The outcome is 1 where
-    the package's own checker accepts the answer, else 0, and the info has the checker's `error_type`.
+    `categories` are the package's, or its groups (`single_turn`, `multi_turn`, …). The option `index` names a task by
+    its number in the package's order. Seeds that follow each other are spread evenly over all tasks, and as many of
+    them as there are tasks name each task once. The outcome is 1 where the package's own checker accepts the answer,
+    else 0, and the info has the checker's `error_type`.
 
     A single-turn task is answered by the policy's first turn: its calls, or a text. In a multi-turn task the policy
     calls the package's simulated APIs until it writes a turn without calls; then the next message of the user comes. It
@@ -76,8 +85,10 @@ class BFCL(Env):
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         super().reset(seed=seed)
-        number = (options or {}).get("index", seed)
-        if number is None:
+        number = (options or {}).get("index")
+        if number is None and seed is not None:
+            number = seed * _spread(self.task_count)
+        elif number is None:
             number = int(self.np_random.integers(self.task_count))
         if type(number) is not int or number < 0:
             raise UsageError(f"index = {number!r}: give the number of a task, 0 to {self.task_count - 1}")

@@ -243,15 +243,23 @@ def test_categories_that_are_not_played_are_refused_by_name(categories: Any, pro
         BFCL(categories)
 
 
-def test_seeds_are_the_tasks_in_the_packages_order_and_groups_are_the_packages() -> None:
+def test_indices_are_the_tasks_in_the_packages_order_and_groups_are_the_packages() -> None:
     env = BFCL(["simple_javascript", "live_parallel"])
     assert env.task_count == 66
     ids = {0: "simple_javascript_0", 49: "simple_javascript_49", 50: "live_parallel_0-0-0", 67: "simple_javascript_1"}
-    for seed, id in ids.items():
-        assert env.reset(seed=seed)[1]["task"] == id
+    for index, id in ids.items():
+        assert env.reset(options={"index": index})[1]["task"] == id
     assert BFCL("single_turn").task_count == sum(len(lines_of(f"BFCL_v4_{name}.json")) for name in SINGLE)
     with pytest.raises(UsageError, match="index = 'x': give the number of a task, 0 to 65"):
         env.reset(options={"index": "x"})
+
+
+def test_few_tasks_of_a_group_are_of_all_its_categories_and_no_task_comes_twice() -> None:
+    env = BFCL(["simple_javascript", "live_parallel"])
+    seen = [env.reset(seed=10**9 + number)[1] for number in range(66)]
+    assert len({info["task"] for info in seen}) == 66
+    early = [info["category"] for info in seen[:12]]
+    assert 2 <= early.count("live_parallel") <= 4, "16 of 66 tasks are a quarter"
 
 
 def test_a_missing_package_is_one_line_with_its_remedy() -> None:
