@@ -130,6 +130,15 @@ def test_a_served_model_is_measured_and_what_was_played_is_not_played_again(serv
     assert code == 2 and "another evaluation (kwargs differ): give another --out" in err
 
 
+def test_a_model_that_plays_against_itself_is_named(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    url, _, answers = server
+    answers.append(lambda _: {"role": "assistant", "content": "take 1 from A"})
+    command = ["eval", "--endpoint", url, "--model", "m", "--env", "agentrl/NimTable-v0", "--n", "2", "--json"]
+    code, _, err = commands.agentrl(*command)
+    assert code == 0, err
+    assert caplog.messages == ["roles: one model plays all of them: first, second (agentrl/NimTable-v0)"]
+
+
 def test_what_the_server_failed_at_is_no_score_and_is_tried_again(server: Any, tmp_path: Path) -> None:
     url, requests, answers = server
     answers.append(lambda request: 400 if "+" in json.dumps(request["messages"]) else solves(request))

@@ -19,6 +19,7 @@ from typing import Any, cast
 import trio
 
 from agentrl import config as configuration
+from agentrl import notices
 from agentrl.algos.pass_at_k import pass_at
 from agentrl.config import Rollout, RunConfig
 from agentrl.config.sections import HeldOut
@@ -271,6 +272,9 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
             environment, task, served_model.policy, _limits(config.rollout), tracebacks=endpoint.tracebacks
         )
         if episode_ending.error is None:
+            roles = dict.fromkeys(played_turn.role for played_turn in trajectory.turns)
+            if len(roles) > 1:
+                notices.note("roles", f"one model plays all of them: {', '.join(roles)}", place=task.env)
             return _row(trajectory, served_model, time.time() - started_s)
         failure = one_line(episode_ending.error)
     return {"seed": task.seed, "error": failure}
