@@ -28,6 +28,8 @@ _OF_KINDS = {  # settings of a reward source, and what has a use for them
     **dict.fromkeys(("label", "activation"), ("prm",)),
 }
 
+_LEAST_JUDGE_S = 60.0  # for some messages of a chat model and the commands between them
+
 _OF_OWN_ENGINES = {"replicas", "threads"}
 """Settings of engines that the run starts."""
 
@@ -163,6 +165,11 @@ def _of_source(source: RewardSource) -> Iterator[str]:
     ]
     if source.kind == "teacher" and source.weight != 1.0:
         useless_names.append("weight")
+    source_description = f"reward source {source.source!r} of kind {source.kind!r}"
     if useless_names:
-        source_description = f"reward source {source.source!r} of kind {source.kind!r}"
         yield f"{source_description} has no use for {', '.join(useless_names)}: leave it out"
+    # A judge whose first messages take half of the model's time has to give its verdict on what the policy says of its
+    # work, without a look at the work. That is no failure that a run would show.
+    if source.measure == "agent_judge" and source.call_deadline_s < _LEAST_JUDGE_S:
+        problem = f"rewards.call_deadline_s = {source.call_deadline_s:g} leaves {source_description} no time to look"
+        yield f"{problem} at the work: give {_LEAST_JUDGE_S:g} or more, and rewards.deadline_s above it"

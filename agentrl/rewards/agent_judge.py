@@ -21,7 +21,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import trio
@@ -287,7 +287,11 @@ class AgentJudge:
             # other calls, nobody could say which is meant.
             if len(calls) == 1 and calls[0].name == "verdict":
                 try:
-                    return self._read(calls[0].arguments, boundary)
+                    judgement = self._read(calls[0].arguments, boundary)
+                    if turn_number < conversation.turns and is_last:
+                        hurry = f"(half of the judge's time was spent after {turn_number - 1} messages) "
+                        return replace(judgement, reason=hurry + judgement.reason)
+                    return judgement
                 except ScoreError as error:
                     refusal = str(error)
             if is_last:

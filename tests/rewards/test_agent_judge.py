@@ -251,6 +251,18 @@ async def test_commands_that_hang_take_no_time_from_the_judge(boxes: Boxes, auto
     assert answers[3] == "the command was not run: the time for commands is spent"
 
 
+async def test_a_verdict_in_a_hurry_says_so(boxes: Boxes, autojump_clock: MockClock) -> None:
+    """Of a slow server: what its evidence rests on is another question then."""
+
+    async def server(request: httpx.Request) -> httpx.Response:
+        await trio.sleep(3 if fake.requests else 20)
+        return await fake.handle_async_request(request)
+
+    fake = FakeScoring(("list_files", {}), 7)
+    judgement = await judge_of(httpx.MockTransport(server), deadline_s=60.0).score("a text", {"module.py": b""})
+    assert (judgement.points, judgement.reason) == (7, "(half of the judge's time was spent after 1 messages) scripted")
+
+
 async def test_work_that_alone_brings_no_verdict_gets_the_lowest_points() -> None:
     """A work that talks its judge out of a verdict must not leave the loss by that."""
 
@@ -419,13 +431,11 @@ async def test_no_hostile_work_gains_over_its_honest_copy(attack: str) -> None:
     judge = judge_of(server, tests={"hidden.py": TESTS}, command=COMMAND, turns=40, deadline_s=24.0)
     work = {"module.py": RIGHT if attack == "honest" else WRONG, **HOSTILE.get(attack, {})}
     judgement: Judgement | None = None
-    for _ in range(3):  # a machine that withholds the processor has failed, and the work is judged again (law 3)
+    for _ in range(12):  # a machine that withholds the processor has failed, and the work is judged again (law 3)
         with suppress(HostBusy):
             judgement = await judge.score([{"role": "assistant", "content": "Done."}], work)
             break
-    if judgement is None and attack in SPENDING:
-        pytest.skip("this machine withheld the processor from each of three runs: a law-3 failure, and no score")
-    assert judgement is not None
+    assert judgement is not None, "work must not be able to stay without a score"
     assert judgement.points == (10 if attack == "honest" else 0)
     assert len(server.facts) >= server.runs and "of another work" not in judgement.reason
 
@@ -469,7 +479,8 @@ async def test_the_boundary_never_enters_a_box(boxes: Boxes) -> None:
 
 
 def settings(**changes: Any) -> RewardSource:
-    fields = {"source": "review", "kind": "agent_judge", "url": "http://judge", "rubric": "Is it right?", "retries": 0}
+    fields = {"source": "review", "kind": "agent_judge", "url": "http://judge", "rubric": "Is it right?"}
+    fields |= {"call_deadline_s": 90.0, "retries": 0}
     return RewardSource(**{**fields, **changes})
 
 
@@ -524,5 +535,7 @@ def test_a_source_needs_a_rubric_and_a_server_and_names_what_has_no_use() -> Non
         list(contradictions(run_config(settings(files="tests", image="python", command=["pytest"], deadline_s=9))))
         == []
     )
+    (line,) = contradictions(run_config(settings(call_deadline_s=30)))
+    assert line.startswith("rewards.call_deadline_s = 30 leaves reward source") and "give 60 or more" in line
     (line,) = contradictions(run_config(settings(score="exit", gamma=0.5)))
     assert "has no use for score, gamma: leave it out" in line
