@@ -79,6 +79,18 @@ def test_words_come_before_a_call_and_a_call_does_not() -> None:
     assert set(streamed(AnswerStream(decode, form, thinks=True), action, conversation, 4)) == {""}
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_thoughts_of_which_the_chat_template_knows_nothing_are_not_words(name: str) -> None:
+    form = get_format(name)
+    conversation = Conversation((Message(role="user", content="Think in tags."),))
+    for opening, closing in form.thoughts:
+        action = f"\n{opening}Hm.{closing}\nYes."
+        reply = reply_of(form, action, conversation, id="1", is_cut=False)
+        stream = AnswerStream(decode, form, thinks=False)
+        assert all(reply.text.startswith(text) for text in streamed(stream, action, conversation, 3))
+    assert streamed(AnswerStream(decode, form, thinks=False), "1 of 2", conversation, 3) == ["1 o", "1 of 2"]
+
+
 def test_a_turn_whose_first_tokens_are_not_known_is_not_streamed() -> None:
     stream = AnswerStream(decode, get_format("hermes"), thinks=False)
     part = Partial(

@@ -26,6 +26,7 @@ class AnswerStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], form: ToolFormat, *, thinks: bool) -> None:
         self._decode, self._thinks, self._framed = decode, thinks, form.framing is not None
+        self._thought_tags = [opening_tag for opening_tag, _ in form.thoughts]
         self._calls_are_marked = form.write(ToolCall("f", {"a": "b"})).lstrip()[:1] in _MARKS
         self._turn = -1
         self._ids: list[int] = []
@@ -56,12 +57,20 @@ class AnswerStream:
             return ""
         safe_text = self._text
         if not conversation.is_raw:
-            if self._thinks or (conversation.tools and (not self._calls_are_marked or safe_text[:1].isspace())):
+            if self._thinks or self._may_be_thoughts(safe_text):
+                return ""
+            if conversation.tools and (not self._calls_are_marked or safe_text[:1].isspace()):
                 return ""
             if conversation.tools or self._framed:
                 safe_text = safe_text[: min((at for mark in _MARKS if (at := safe_text.find(mark)) >= 0), default=None)]
                 safe_text = safe_text.rstrip()  # the text before a call ends without blanks
         return _before_stops(safe_text, [stop_text for stop_text in conversation.stops if stop_text])
+
+    def _may_be_thoughts(self, text: str) -> bool:
+        """Whether a text begins with thoughts, or may come to: a system message can ask for them, too, and then the
+        chat template knows nothing of them."""
+        head = text.lstrip()
+        return any(head.startswith(tag) or tag.startswith(head) for tag in self._thought_tags)
 
 
 def _before_stops(text: str, stops: Sequence[str]) -> str:
