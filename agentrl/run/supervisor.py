@@ -435,17 +435,19 @@ def _clock(at: Value[float | None]) -> Callable[[RunStore], None]:
 
 
 class _Look(NamedTuple):
-    """One tick's reading of the store: its clock in seconds, how often settings changed, whether the run is paused, and
-    the numbers that must keep moving. In one call, since each call takes a thread, four times a second."""
+    """One tick's reading of the store: how often settings changed, whether the run is paused, the numbers that must
+    keep moving, and its clock in seconds. In one call, since each call takes a thread, four times a second."""
 
-    now_s: float
     change_count: int
     is_paused: bool
     progress: tuple[int, ...]
+    now_s: float
 
     @classmethod
     def at(cls, store: RunStore) -> _Look:
-        return cls(store.now(), len(CHANGES.of(store.meta)), bool(PAUSED.of(store.meta)), store.metrics.progress())
+        changes, is_paused, progress = CHANGES.of(store.meta), bool(PAUSED.of(store.meta)), store.metrics.progress()
+        # The clock last: our own is read behind this call, and a store that answers late would look like a jump.
+        return cls(len(changes), is_paused, progress, store.now())
 
 
 class _Progress:

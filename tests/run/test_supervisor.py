@@ -230,6 +230,25 @@ async def test_a_wall_clock_that_jumps_by_an_hour_costs_no_group(
     assert one.store.groups.counts()[GroupState.EXPIRED] == 1, "its deadline holds all the same"
 
 
+async def test_law_3_a_store_that_answers_late_moves_no_deadline(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor waits for it: that is no jump of a clock."""
+    one = supervisor(clock=lambda: 1e9 + trio.current_time())
+    moved: list[float] = []
+    monkeypatch.setattr(one.store.deaths, "shift_deadlines", moved.append)
+    progress = one.store.metrics.progress
+
+    def late() -> tuple[int, ...]:
+        if 5 < trio.current_time() < 10:
+            autojump_clock.jump(8.0)
+        return progress()
+
+    monkeypatch.setattr(one.store.metrics, "progress", late)
+    await until_it_fails(one)
+    assert moved == []
+
+
 # --- failures: an outage is one, and a run that cannot work ends -----------------------------------------------------
 
 QUIET = {"rollout": {"group_deadline_s": 1e12}, "train": {"stall_deadline_s": 1e9}}
