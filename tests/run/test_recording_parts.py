@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -57,6 +58,41 @@ def test_tools_and_the_border_between_messages_belong_to_a_place() -> None:
     assert place(user) != place(user, tools=(TOOL,))
     assert place(user, user) != place(user)
     assert transcripts.places(Conversation((user, user)))[1] == place(user)
+
+
+def test_the_earlier_places_of_a_text_are_those_of_its_beginnings() -> None:
+    def raw(text: str) -> Conversation:
+        return Conversation((Message(role="user", content=text, raw=True),))
+
+    beginnings = [transcripts.places(raw(text))[-1] for text in ("é✓ and more", "é✓", "é")]
+    others = [transcripts.places(raw(text))[-1] for text in ("other", "a longer text than this one")]
+    earlier = transcripts.earlier(raw("é✓ and more"), [*others, *reversed(beginnings), place()])
+    assert [known for known in earlier if known in beginnings] == beginnings, "the longest first"
+    assert len(earlier) == 4 and not set(others) & set(earlier)
+
+
+def test_a_long_text_is_digested_once_however_many_texts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested = 0
+
+    class CountingDigest:
+        def __init__(self, data: bytes = b"", *, digest_size: int) -> None:
+            self._digest = hashlib.blake2b(digest_size=digest_size)
+            self.update(data)
+
+        def update(self, data: bytes) -> None:
+            nonlocal digested
+            digested += len(data)
+            self._digest.update(data)
+
+        def digest(self) -> bytes:
+            return self._digest.digest()
+
+    known = [
+        transcripts.places(Conversation((Message(role="user", content="a" * n, raw=True),)))[-1] for n in range(99)
+    ]
+    monkeypatch.setattr(transcripts, "blake2b", CountingDigest)
+    transcripts.earlier(Conversation((Message(role="user", content="b" * 1000, raw=True),)), known)
+    assert digested <= 1000
 
 
 def test_a_client_may_lower_limits_and_not_raise_them() -> None:

@@ -58,9 +58,15 @@ def earlier(conversation: Conversation, known: Iterable[bytes]) -> list[bytes]:
     lengths = {
         int.from_bytes(place[len(_RAW) : len(_RAW) + _LENGTH_BYTES]) for place in known if place.startswith(_RAW)
     }
-    # A text has no borders at which it could have been answered, so only lengths that are known are looked for. Each
-    # of them costs a digest of the text: a few milliseconds for thousands of conversations with a raw text.
-    return [_raw_place(raw_text[:length]) for length in sorted(lengths, reverse=True) if length <= len(raw_text)]
+    # A text has no borders at which it could have been answered, so only lengths that are known are looked for. One
+    # pass over the text gives the digests of all of them: a digest of its own for each would hold up all other requests
+    # for a second where thousands of long texts are known.
+    earlier_places, running_digest, digested = list[bytes](), blake2b(digest_size=16), 0
+    for length in sorted(length for length in lengths if length <= len(raw_text)):
+        running_digest.update(raw_text[digested:length].encode())
+        digested = length
+        earlier_places.append(_RAW + length.to_bytes(_LENGTH_BYTES) + running_digest.digest())
+    return earlier_places[::-1]
 
 
 def _raw_text(conversation: Conversation) -> str:
