@@ -41,6 +41,13 @@ def place(*messages: Message, tools: tuple[Any, ...] = ()) -> bytes:
             True,
         ),
         (assistant(tool_calls=[call("a", {"x": 1})]), assistant(tool_calls=[call("a", '{"x": 1}')]), True),
+        (
+            assistant(tool_calls=[call("a", '{"x": [1.0, 2.5]}')]),
+            assistant(tool_calls=[call("a", '{"x":[1,2.5]}')]),
+            True,
+        ),
+        (assistant(tool_calls=[call("a", {"x": 1.0})]), assistant(tool_calls=[call("a", '{"x": 1}')]), True),
+        (assistant(tool_calls=[call("a", '{"x": 1}')]), assistant(tool_calls=[call("a", '{"x": true}')]), False),
         (assistant(tool_calls=[call("a", "{}")]), assistant(tool_calls=[call("a", '{"x": 1}')]), False),
         (assistant("Yes."), assistant("No."), False),
         (Message(role="user", content="a "), Message(role="user", content="a"), False),

@@ -90,10 +90,16 @@ def _compared(message: Message) -> list[Json]:
 def _compared_call(call: Mapping[str, Json]) -> list[Json]:
     function = cast("Mapping[str, Any]", call.get("function", {}))
     arguments: Any = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # what is no JSON is compared as it is
-            arguments = json.loads(arguments)
+    with suppress(ValueError, RecursionError):  # what is no JSON is compared as it is
+        arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments = json.loads(arguments_text, parse_float=_number)
     return [function.get("name"), arguments]
+
+
+def _number(digits: str) -> float:
+    """A number of a call's arguments: JavaScript writes 1.0 as 1."""
+    number = float(digits)
+    return int(number) if number.is_integer() else number
 
 
 def _digest(before: bytes, value: Json) -> bytes:
