@@ -115,7 +115,7 @@ def _rows(reads: Readers, purposes: Sequence[str] = (TRAIN, TEXT)) -> Iterator[E
 def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts: bool) -> dict[str, Any] | None:
     """A conversation in its order, with the tools that it offered and its calls as calls: only so does another model's
     template, or the same one, write the prompt that was played. One with several roles, or whose history was rewritten,
-    is no conversation, nor one in which the policy went on with words of the prompt.
+    is no conversation, nor one in which the policy went on with words of the prompt, or with a text without messages.
 
     Not every message of the assistant is the policy's to learn: those of the prompt and masked turns have weight 0, and
     so has a turn that its length cut, which a demonstration would teach to end there."""
@@ -125,9 +125,15 @@ def _message_line(trajectory: Trajectory, selected: Selected, *, splits_thoughts
     is_begun = (
         bool(start_messages) and start_messages[-1]["role"] == "assistant" and not start_messages[-1].get("tool_calls")
     )
-    if is_begun or any(
-        played_turn.role != POLICY or played_turn.parent != (played_turn.index - 1 if played_turn.index else None)
-        for played_turn in played_turns
+    # A raw prompt has its client's own template in it, which a model's template would write around once more.
+    is_raw = any(message.get("raw") for message in start_messages)
+    if (
+        is_begun
+        or is_raw
+        or any(
+            played_turn.role != POLICY or played_turn.parent != (played_turn.index - 1 if played_turn.index else None)
+            for played_turn in played_turns
+        )
     ):
         selected.rewritten += 1
         return None

@@ -610,13 +610,14 @@ def test_an_exported_parquet_file_has_the_calls_and_tools(tmp_path: Path, render
 
 
 def test_turns_that_are_not_to_be_learned_are_context_in_an_export(tmp_path: Path, renderer: Renderer) -> None:
-    """A masked turn, one that its length cut (a demonstration has an end there), and an example in the prompt."""
+    """A masked turn, one that its length cut (a demonstration has an end there), and an example in the prompt. A raw
+    prompt is no message at all."""
     example: list[Any] = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "an example"}]
     observation: Any = ({"role": "user", "content": "go on"},)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         version = serve(store, 0)
-        admit(store, group_size=3)
-        one, other, begun = store.leases.claim("w", 3, lease_s=60)
+        admit(store, group_size=4)
+        one, other, begun, text = store.leases.claim("w", 4, lease_s=60)
 
         def play_turns(claim: Any, start: Any, *turns: dict[str, Any]) -> None:
             store.journal.begin(claim.episode_id, claim.fence, start)
@@ -631,8 +632,9 @@ def test_turns_that_are_not_to_be_learned_are_context_in_an_export(tmp_path: Pat
         play_turns(one, (*example, *START), {"masked": True}, {"finish": "length"}, {})
         play_turns(other, START, {"finish": "length"})
         play_turns(begun, (*START, {"role": "assistant", "content": "I begin"}), {})
+        play_turns(text, ({"role": "user", "content": "<|im_start|>user", "raw": True},), {}, {})
         told = select(store.reads, Choice(), "messages", tmp_path / "m.jsonl")
-    assert (told.written, told.cut, told.untaught, told.rewritten) == (1, 1, 1, 1)
+    assert (told.written, told.cut, told.untaught, told.rewritten) == (1, 1, 1, 2)
     (episode,) = rows_of(tmp_path / "m.jsonl", renderer)
     assert [(renderer.decode(turn.token_ids), turn.learns) for turn in episode.turns] == [
         ("an example", False),
