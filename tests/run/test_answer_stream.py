@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.env.agent_programs.model_apis import Conversation, reply_of
+from agentrl.env.agent_programs.model_apis import AnthropicMessages, Conversation, Reply, Responses, reply_of
+from agentrl.env.agent_programs.open_requests import Pending
+from agentrl.env.agent_programs.streamed_answer import StreamedAnswer
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import FORMATS, get_format
 from agentrl.records import Message
@@ -98,3 +100,19 @@ def test_a_turn_whose_first_tokens_are_not_known_is_not_streamed() -> None:
     )
     stream.add(part)
     assert stream.text(Conversation((Message(role="user", content="q"),)), 0) == ""
+
+
+@pytest.mark.parametrize("api", [AnthropicMessages(), Responses()])
+async def test_a_stream_whose_words_turn_out_to_be_thoughts_ends_with_an_error(
+    api: AnthropicMessages | Responses,
+) -> None:
+    """A model that closes thoughts which it never opened."""
+    pending = Pending(api.path, Conversation((Message(role="user", content="q"),)), 0.0, 0, clients=1)
+    ends: list[bool] = []
+    body = {"stream": True, "thinking": {"type": "enabled"}}
+    stream = StreamedAnswer(api, pending, body, on_end=ends.append, refusal=str, remember=lambda _: None)
+    pending.begin(Reply("1", "The"))
+    assert b"The" in await stream.__anext__()
+    pending.answer(Reply("1", "The end.", thoughts="The start."))
+    rest = b"".join([part async for part in stream])
+    assert b"ask again" in rest and b"end." not in rest and ends == [False]

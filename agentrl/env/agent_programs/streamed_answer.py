@@ -69,7 +69,9 @@ class StreamedAnswer:
 
     def _end(self, reply: Reply | None) -> None:
         self._is_over = True
-        if reply is not None and reply.text.startswith(self._sent):
+        # Thoughts stand in front of the words, and a client that has read words can no longer get them.
+        is_continued = reply is not None and reply.text.startswith(self._sent) and not (self._sent and reply.thoughts)
+        if reply is not None and is_continued:
             self._is_whole = True
             self._remember(reply)
             self._write(self._api.events(reply, self._body, sent=len(self._sent)))
