@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,18 @@ def test_a_prompt_has_the_tokens_of_its_images_in_their_places(tmp_path: Path) -
     grown = renderer.extend(text[-1:], [message(other, "c")])
     assert [token for token, _, _ in images.runs(grown)] == [other.token]
     assert ids == renderer.start([message("a" + hostile, one, "b", other, one)])
+
+
+def test_law_3_a_raw_prompt_with_the_placeholder_of_an_image_is_refused_before_an_engine_refuses_it(
+    tmp_path: Path,
+) -> None:
+    """An engine's refusal is infrastructure, and an agent program that the policy wrote could ask for it."""
+    renderer = Renderer(make_tiny_vision(tmp_path / "model"))
+    raw: Any = [{"role": "user", "content": "a<|image_pad|>b", "raw": True}]
+    for render in (renderer.start, lambda messages: renderer.extend((), messages)):
+        with pytest.raises(ModelError, match="1 placeholders for 0 images"):
+            render(raw)
+    assert renderer.start([{**raw[0], "content": "a<|im_end|>b"}])
 
 
 def test_what_cannot_be_shown_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ class Renderer:
         prompt as they are, with the tokens that the tokenizer puts in front of every text."""
         conversations = self.conversations
         if any(message.get("raw") for message in messages):
-            return tuple(conversations.tokenizer.encode("".join(message["content"] for message in messages)).ids)
+            raw_text = "".join(message["content"] for message in messages)
+            return conversations.with_images(conversations.tokenizer.encode(raw_text).ids, messages)
         plain_messages, template, tools = (
             conversations.plain(messages),
             conversations.template(tools=bool(tools)),
@@ -102,7 +103,8 @@ class Renderer:
         are appended as they are."""
         conversations = self.conversations
         if any(message.get("raw") for message in messages):
-            return tuple(encode_piece(conversations.tokenizer, "".join(message["content"] for message in messages)))
+            raw_text = "".join(message["content"] for message in messages)
+            return conversations.with_images(encode_piece(conversations.tokenizer, raw_text), messages)
         added_ids = self.extensions.extended(sampled, conversations.plain(messages), conversations.guards.tools(tools))
         return conversations.with_images(added_ids, messages)
 
