@@ -97,7 +97,8 @@ class EngineWatch:
 
     async def _look_s(self) -> float:
         """Seconds until the next check."""
-        with suppress(StoreError):
+        # Bounded: what a store that does not answer takes would count as the engine's silence.
+        with suppress(StoreError), trio.move_on_after(_LOOK_S):
             if await self.looks(lambda store: PAUSED.of(store.meta)):
                 # Most of the deadline is left to the request itself, as for a check of a run that goes on.
                 return max(_LOOK_S, min(_PAUSED_LOOK_S, self.config.engine.liveness_deadline_s / 4))
