@@ -320,6 +320,7 @@ def test_arguments_may_be_missing_or_their_own_json_text():
         ('<tool_call>{"name": "w", "arguments": {}}', StructuralParseError, "is not closed"),
         ("<tool_call>", StructuralParseError, "not valid JSON"),
         (wrap("NaN"), StructuralParseError, "NaN"),
+        (wrap('{"name": "f", "arguments": {"a": 1, "b": 2, "a": 3}}'), StructuralParseError, "stands twice"),
         (wrap('{"name": "w", "arguments": {"x": 1e999}}'), StructuralParseError, "out of range"),
         (wrap('{"name": "w", "arguments": {"x": "\\ud800"}}'), StructuralParseError, "surrogate"),
         (wrap('{"name": "w", "arguments": {"x": ' + "9" * 5000 + "}}"), StructuralParseError, "not valid JSON"),

@@ -59,8 +59,8 @@ def own_id(call: ToolCall | Malformed) -> str:
 def decode_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends. Raw line ends within strings are accepted.
 
-    Raises StructuralParseError for text that is not JSON, or JSON that no record can carry: NaN, infinities, lone
-    surrogates, nesting deeper than `MAX_DEPTH`."""
+    Raises StructuralParseError for text that is not JSON, an object with a key that stands twice, or JSON that no
+    record can carry: NaN, infinities, lone surrogates, nesting deeper than `MAX_DEPTH`."""
     if text[at : at + 1] not in _BEGINS:  # cheaper than the decoder's error, which counts the lines before it
         raise StructuralParseError("the tool call is not valid JSON: Expecting value at character 0")
     value_end = len(text)
@@ -132,12 +132,20 @@ def _finite(number: str) -> float:
     return float_value
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ. Python's decoder would drop all but the last value of a key without a word."""
+    object_values = dict(pairs)
+    if len(object_values) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return object_values
+
+
 _ID: Final = re.compile(r"[\w.:-]{1,64}")
 _BEGINS: Final = frozenset('{["-0123456789tfnNI')
 # `strict=False` lets a string span lines: models write a program as an argument with its line ends as they are, which
 # is against JSON's letter but has one reading only. Everything beyond that (single quotes, trailing commas, Python's
 # True) stays an error: a guess would run a call that the model did not write, and reward the model for writing it so.
-_DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
+_DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
 
 
 def check_plain(value: Any, depth: int, what: str = "the tool call") -> None:
