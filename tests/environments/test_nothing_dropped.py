@@ -16,6 +16,7 @@ from agentrl.testing.hostile import check_nothing_dropped
 PLAIN: dict[str, dict[str, Any]] = {
     "Blackjack": {},
     "Calculator": {},
+    "Calls": {},
     "FrozenLake": {},
     "Gymnasium": {"env": "CliffWalking-v1"},
     "Nim": {},

@@ -17,6 +17,8 @@ from agentrl.env.checks.oracles import judge
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Calculator-v0", {}),
     ("agentrl/Calculator-v0", {"terms": 1, "largest": 9, "tool_format": "react"}),
+    ("agentrl/Calls-v0", {}),
+    ("agentrl/Calls-v0", {"split": "held_out", "partial": True, "tool_format": "json"}),
     ("agentrl/Combination-v0", {}),
     ("agentrl/Combination-v0", {"dials": 1}),
     ("agentrl/Nim-v0", {}),
@@ -36,6 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 MADE: dict[str, dict[str, Any]] = {
     "Blackjack": {},
     "Calculator": {},
+    "Calls": {},
     "CodeRepair": {},
     "Combination": {},
     "FrozenLake": {},

@@ -219,6 +219,7 @@ def test_the_reason_of_a_missed_outcome_is_shown(tmp_path: Path) -> None:
 
 SHIPPED = {
     "Calculator": "calculator",
+    "Calls": "calls",
     "CodeRepair": "code_repair",
     "Harbor": "swe",
     "Nim": "nim",
