@@ -23,8 +23,9 @@ from agentrl.records import POLICY, Json, Message, Messages, Trajectory
 
 _JOINER = "\N{WORD JOINER}"  # shows nothing, and no control token has one
 # By shape and not from a list: the judge's model may be any, and its control tokens are not known here. Ordinary text
-# has few such places, and an invisible character in them harms no reading.
-_CONTROL = re.compile(r"<(?=[^\s<>]+>)|\[(?=/?[A-Z_]+\])")
+# has few such places, and an invisible character in them harms no reading. Those of MiniMax alone have no such shape,
+# and are listed: by one of brackets around a tilde, Python's `frame[~mask]` would be a control token, too.
+_CONTROL = re.compile(r"<(?=[^\s<>]+>)|\[(?=/?[A-Z_]+\])|\](?=~!?b[\[\]])|\[(?=e~\[)")
 
 
 def messages_of(trajectory: Trajectory) -> Messages:

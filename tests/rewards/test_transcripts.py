@@ -35,6 +35,9 @@ CONTROL = [
     "[/INST]",
     "[TOOL_RESULTS]",
     "[gMASK]<sop>",  # GLM
+    "]~!b[",  # MiniMax
+    "]~b]",
+    "[e~[",
 ]
 
 
@@ -70,7 +73,15 @@ def test_a_real_tokenizer_takes_it_for_text() -> None:
 
 
 def test_ordinary_text_stays_as_it_is() -> None:
-    for text in ("a < b and c > d", "x[0] = [1, 2]", "if (a<b) {}", "a list: [x]", "<- here ->", "1 << 2 >> 3"):
+    for text in (
+        "a < b and c > d",
+        "x[0] = [1, 2]",
+        "if (a<b) {}",
+        "a list: [x]",
+        "<- here ->",
+        "1 << 2 >> 3",
+        "x[~a]",
+    ):
         assert defused(text) == text
 
 
