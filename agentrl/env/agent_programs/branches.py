@@ -9,7 +9,7 @@ episode and have its one outcome. Never knows tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from agentrl.env.agent_programs import transcripts
@@ -46,6 +46,18 @@ class Branches:
         # keep all of them would be the square of its length.
         self._ends: dict[int, Conversation] = {}
         self._followed: int | None = None
+
+    @classmethod
+    def of(cls, turns: Iterable[tuple[Conversation, Reply]]) -> Branches:
+        """Those of an episode that was played so far."""
+        branches = cls()
+        for conversation, reply in turns:
+            if branches._replies:
+                # Not only `add`: it has to know which conversation a turn went on from, or all turns would be open
+                # conversations, and the newest of them push out the older ones that a branch may come from.
+                branches.following(conversation)
+            branches.add(conversation, reply)
+        return branches
 
     def add(self, conversation: Conversation, reply: Reply) -> None:
         """Note the answer of the next turn."""

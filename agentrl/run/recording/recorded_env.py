@@ -106,10 +106,8 @@ class RecordedConversation(Env):
             if restored
             else []
         )
-        self._branches = Branches()
-        for past_conversation, past_reply in restored[: len(self._past)]:
-            if past_reply is not None:
-                self._branches.add(past_conversation, past_reply)
+        past_exchanges = restored[: len(self._past)]
+        self._branches = Branches.of((request, reply) for request, reply in past_exchanges if reply is not None)
         self._turn = 0  # the index of the next action
         self._conversation = restored[-1][0] if restored else Conversation(())
         self._request_place = _place(self._conversation)

@@ -29,12 +29,7 @@ def asked(*messages: Message, tools: bool = False) -> Conversation:
 
 def branches(*turns: tuple[Conversation, Reply]) -> Branches:
     """Those of an episode whose turns followed each other."""
-    all_turns = Branches()
-    for index, (conversation, reply) in enumerate(turns):
-        if index:
-            all_turns.following(conversation)
-        all_turns.add(conversation, reply)
-    return all_turns
+    return Branches.of(turns)
 
 
 MAIN = asked(SYSTEM, TASK)
@@ -86,3 +81,13 @@ def test_where_a_branch_comes_from(now: Conversation, kind: str) -> None:
 def test_a_short_argument_is_in_a_prompt_by_chance() -> None:
     turns = branches((MAIN, Reply("1", "", (ToolCall("task", {"prompt": "files"}),))))
     assert turns.following(asked(user("Which files?")))[1]["branch"] == {"kind": "new"}
+
+
+def test_a_long_sub_agent_does_not_hide_what_a_branch_of_the_main_conversation_comes_from() -> None:
+    turns, conversation = [(MAIN, DELEGATES)], SUB
+    for number in range(20):
+        reply = Reply(f"{number:04}", f"Step {number}.")
+        turns.append((conversation, reply))
+        conversation = asked(*conversation.messages, reply.message, user("Go on."))
+    compacted = asked(SYSTEM, user("Less."), DELEGATES.message)
+    assert branches(*turns).following(compacted)[1]["branch"] == {"kind": "compaction", "turn": 0}
