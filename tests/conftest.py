@@ -258,6 +258,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+        elif item.get_closest_marker("vllm"):
+            item.add_marker("medium")  # each of their servers takes half a minute to start, before any test of it
     slow = Counter(worker_group(item.nodeid) for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (worker_group(item.nodeid) != "vllm", -slow[worker_group(item.nodeid)]))
 
