@@ -76,7 +76,7 @@ view-demo: setup ## record anew the run that agentrl view --demo shows
 WORKERS ?= 2
 # A worker that dies ends the run: after a restart the rest of its tests may be waited for in vain.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --durations=10
-test: setup $(VENV)/.dev ## the tests that take less than two seconds each: nine in ten
+test: setup $(VENV)/.dev ## the tests that take less than two seconds each
 	$(PYTEST) -m "not medium and not slow" $(ARGS)
 
 test-slow: setup $(VENV)/.dev ## the other tests: whole runs, above all

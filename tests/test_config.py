@@ -235,6 +235,7 @@ def test_the_meaning_of_every_key_is_whole_sentences() -> None:
     assert [key.name for key in all_keys() if not sentences.fullmatch(key.meaning)] == []
 
 
+@pytest.mark.medium
 def test_a_setting_of_several_algorithms_is_one_key_that_names_who_differs() -> None:
     from agentrl.config.reference import all_keys
 

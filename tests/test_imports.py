@@ -234,6 +234,7 @@ def imports() -> list[Import]:
     return graph(*our_sources())
 
 
+@pytest.mark.medium
 def test_every_rule_holds(imports: list[Import]) -> None:
     assert {rule.text: broken for rule in RULES if (broken := violations(rule, imports))} == {}
 
@@ -259,6 +260,7 @@ def client_side_modules() -> list[str]:
     ]
 
 
+@pytest.mark.medium
 @each_case(
     ("modules", "absent"),
     [

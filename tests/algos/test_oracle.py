@@ -158,6 +158,7 @@ def test_the_page_says_how_far_off_each_algorithm_is(kind: str) -> None:
     assert row in STALENESS.splitlines(), f"benchmarks/staleness.md lacks: {row}"
 
 
+@pytest.mark.medium
 @each_case("kind", KINDS)
 def test_a_million_samples_agree_with_the_enumeration(kind: str) -> None:
     """Of groups sampled by the present policy: within three standard errors of a multiple of the exact gradient if the

@@ -89,6 +89,7 @@ def test_an_engine_does_not_remove_what_somebody_names(server: Server, other_use
     assert (other / "adapter_config.json").exists()
 
 
+@pytest.mark.medium
 def test_an_engine_does_not_write_through_a_link(server: Server, other_user: OtherUser, shared: Path) -> None:
     victim = shared / "victim"
     victim.mkdir()

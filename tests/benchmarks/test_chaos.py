@@ -115,6 +115,7 @@ def test_the_runs_own_engines_are_no_reward_server(tmp_path: Path) -> None:
     assert "cut:rewards" in {str(one) for one in possible(tmp_path, server)}
 
 
+@pytest.mark.medium
 @pytest.mark.postgres
 def test_a_database_that_was_not_restarted_is_no_fault(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import running
 from _running_shape import TOKENS, TURNS
 
 from agentrl.store import RunStore
 
 
+@pytest.mark.medium
 def test_two_workers_play_whole_episodes_over_http(tmp_path: Path) -> None:
     tokens = running.tokens_of(tmp_path)
     assert len(tokens) == TOKENS

@@ -40,6 +40,7 @@ def played(fleet: sync.EngineFleet) -> list[Trajectory]:
 # --- the fleet
 
 
+@pytest.mark.medium
 def test_a_sample_has_logprobs_and_versions_for_each_token_and_its_messages_render_as_its_tokens(
     fleet: sync.EngineFleet,
 ) -> None:

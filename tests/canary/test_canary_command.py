@@ -93,6 +93,7 @@ def test_a_healthy_adapter_has_no_fault(servers: dict[str, str], folders: Folder
 # --- weights
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("model", "options", "name", "evidence"),
     [
@@ -154,6 +155,7 @@ def test_a_young_adapter_is_seen_by_its_direction_and_one_that_moves_nothing_is_
     assert unmoved.unknown == ["the adapter moves the probe by less than bfloat16 rounds it: not told apart"]
 
 
+@pytest.mark.medium
 def test_bfloat16_in_the_place_of_float32_is_named(servers: dict[str, str], folders: Folders) -> None:
     report = look(servers["bfloat16"], folders.exact)
     assert names(report) == ["dtype"]
@@ -196,6 +198,7 @@ def test_settings_of_sampling_that_nobody_requested_are_named(
     assert evidence in report.faults[0].evidence
 
 
+@pytest.mark.medium
 def test_a_prefix_that_was_computed_by_other_weights_is_named(servers: dict[str, str], folders: Folders) -> None:
     """The proxy has an adapter compute what follows a prompt that the server has met before."""
     first = probe.draw(probe.read_vocabulary(folders.rounded), 8)

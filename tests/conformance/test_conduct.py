@@ -26,12 +26,14 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])  # an adapter is found in the working folder
 
 
+@pytest.mark.medium
 def test_a_trainer_is_killed_and_goes_on_from_its_checkpoint() -> None:
     (result,) = conduct(f"{PLAIN}:RIGHT", [BY_NAME["kill-resume"]]).results
     assert result.verdict.outcome == "holds", result.verdict.evidence
     assert result.verdict.evidence.startswith("went on from step 2; 4 groups, 32 turns, each trained once; 4 finished")
 
 
+@pytest.mark.medium
 def test_a_trainer_that_repeats_a_step_after_its_restart_breaks() -> None:
     (result,) = conduct(f"{PLAIN}:REPEATS", [BY_NAME["kill-resume"]]).results
     assert result.verdict.outcome == "breaks"
@@ -46,6 +48,7 @@ def test_a_python_without_agentrl_runs_an_adapter(tmp_path: Path) -> None:
     assert [result.verdict.outcome for result in report.results] == ["holds", "breaks"]
 
 
+@pytest.mark.medium
 def test_the_command_prints_a_report_and_says_by_its_code_that_a_promise_is_broken() -> None:
     words = ("conformance", "--case", "grader-fails", "--trainer")
     done = agentrl(*words, f"{PLAIN}:SCORES_FAILURES", "--json")

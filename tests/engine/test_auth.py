@@ -169,6 +169,7 @@ async def engine(model_dir: Path) -> Any:
         yield running
 
 
+@pytest.mark.medium
 async def test_every_route_of_the_engine_asks_for_the_key(engine: EmbeddedEngine) -> None:
     path = socket_of(engine.url)
     assert path is not None and Path(path).parent.stat().st_mode & 0o777 == 0o700
@@ -181,6 +182,7 @@ async def test_every_route_of_the_engine_asks_for_the_key(engine: EmbeddedEngine
             assert (answer.status_code == 403) == auth.changes(method, route), route
 
 
+@pytest.mark.medium
 async def test_the_run_pushes_and_nobody_else(
     engine: EmbeddedEngine, model_dir: Path, other_weights: Path, tmp_path: Path
 ) -> None:
@@ -260,6 +262,7 @@ def test_what_cannot_be_listened_on_is_one_line(tmp_path: Path) -> None:
         listen("", 0, tmp_path / ("x" * 120))
 
 
+@pytest.mark.medium
 async def test_an_engine_takes_the_weights_that_it_began_with_wherever_it_may_read_others(
     model_dir: Path, other_weights: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ async def test_a_bfloat16_engine_that_takes_no_step_any_more_is_found_long_befor
     assert max(abs(a - b) for a, b in zip(drift.at(found), drift.at(stuck_at), strict=True)) < 0.3 * 0.2
 
 
+@pytest.mark.medium
 @each_case("seed", range(3))
 async def test_an_engine_that_follows_is_never_suspected(seed: int) -> None:
     assert await follow(Drift(seed), 250) == 250

@@ -51,6 +51,7 @@ def events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+@pytest.mark.medium
 async def test_a_chat_is_the_same_tokens_with_the_same_log_probs(chat: httpx.AsyncClient, renderer: Renderer) -> None:
     """Greedy, beside the same prompt as tokens; whole, and streamed."""
     ids = list(renderer.start(ASKED))

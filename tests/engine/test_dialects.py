@@ -73,6 +73,7 @@ def versions_of(generation: Generation) -> list[int]:
     return [span.version for span in generation.spans for _ in range(span.start, span.end)]
 
 
+@pytest.mark.medium
 async def test_streamed_tokens_have_exact_logprobs(client: EngineClient, endless_dir: Path) -> None:
     chunks = [chunk async for chunk in client.stream(ask("streamed", temperature=1.3))]
     tokens = [token for chunk in chunks for token in chunk.token_ids]

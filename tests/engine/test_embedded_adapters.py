@@ -45,6 +45,7 @@ def expected(model: PolicyModel, tokens: list[int], role: str | None) -> tuple[f
     return model.score(tokens)
 
 
+@pytest.mark.medium
 @each_case("family", ["qwen3", "qwen2", "llama"])
 def test_each_request_of_a_pass_runs_with_its_own_adapter(tmp_path: Path, family: str) -> None:
     """Four policies share prompts, batch and cache; each token's log-prob is that of the learner's model."""

@@ -85,6 +85,7 @@ words = st.text(st.sampled_from("abc déñ{}\"'\n"), min_size=1, max_size=12).ma
 answers = st.lists(words.map(tool), min_size=1, max_size=3) | words.map(lambda text: [user(text)])
 
 
+@pytest.mark.medium
 @each_case("name", FORMATS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -160,6 +160,7 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
     assert grown["vllm:inter_token_latency_seconds_count"] == 14
 
 
+@pytest.mark.medium
 @each_case(
     ("body", "words"),
     [
@@ -203,6 +204,7 @@ async def test_a_bad_request_gets_400_and_says_why(server: Server, body: object,
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.medium
 async def test_a_stop_text_ends_a_turn_where_the_folder_has_a_tokenizer(model_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_dir, tmp_path / "with_tokenizer")
     words = Tokenizer(models.WordLevel({f"w{id}": id for id in range(VOCAB)}, unk_token="w0"))
@@ -218,6 +220,7 @@ async def test_a_stop_text_ends_a_turn_where_the_folder_has_a_tokenizer(model_di
     assert stopped.finish == "stop"
 
 
+@pytest.mark.medium
 async def test_a_request_id_that_is_running_is_refused(long_client: EngineClient) -> None:
     stream = long_client.stream(ask("twin", max_tokens=ENDLESS))
     await anext(stream)
@@ -360,6 +363,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
     assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
 
 
+@pytest.mark.medium
 def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> None:
     """SIGKILL gives the owner no chance to clean up; the engine sees its standard input end."""
     ready = tmp_path / "ready.json"
@@ -396,6 +400,7 @@ def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> No
         socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
+@pytest.mark.medium
 async def test_launched_it_serves_and_ends_with_its_block(model_dir: Path) -> None:
     settings = EngineSettings(kv_cache_mb=16, max_batch=4)
     async with launch_embedded(model_dir, settings, version=11, max_context=64) as engine:

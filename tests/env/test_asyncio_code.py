@@ -88,6 +88,7 @@ async def test_an_environment_written_with_asyncio_is_played_under_trio() -> Non
         assert (await env.astep("done"))[4]["outcome"] == 1.0
 
 
+@pytest.mark.medium
 async def test_a_deadline_and_a_cancellation_reach_the_asyncio_task() -> None:
     LOG.clear()
     async with Browser() as env:

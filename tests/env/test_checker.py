@@ -378,6 +378,7 @@ def test_an_outcome_may_be_left_to_the_run():
     assert report(Left)
 
 
+@pytest.mark.medium
 def test_many_plays_of_a_slow_environment_have_the_time_of_many(monkeypatch):
     class Slow(Good):
         def reset(self, *, seed=None, options=None):

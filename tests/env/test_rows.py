@@ -307,6 +307,7 @@ def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pyt
     assert outcome(patient, "no", answer="hang") == 1.0
 
 
+@pytest.mark.medium
 def test_a_function_that_ends_its_process_fails_its_episode_alone() -> None:
     for _ in range(2):
         with pytest.raises(EnvError, match="process of the reward functions ended with status 3"):

@@ -230,6 +230,7 @@ async def test_what_a_tool_does_wrong_fails_the_episode() -> None:
         await played(env("answered"), called("find", word="seven"))
 
 
+@pytest.mark.medium
 async def test_judging_is_that_of_rows_env(caplog: pytest.LogCaptureFixture) -> None:
     *_, last = await played(env("abstains", "answered"), "42")
     assert last[4]["scores"] == {f"{HERE}:answered": 1.0}

@@ -42,6 +42,7 @@ def headers(source: str) -> set[str]:
     return {line for line in source.split("\n") if line.startswith("def ")}
 
 
+@pytest.mark.medium
 def test_a_seed_is_the_same_task_in_another_process() -> None:
     program = "from agentrl_environments.code_repair import make_task\nfor s in range(5): print(make_task(s, 'train'))"
     for hash_seed in ("1", "2"):

@@ -41,6 +41,7 @@ SETS: dict[str, dict[str, Any]] = {
 RIGHT = ("<answer>7</answer>", "<answer>[[1, 2], [3, 4]]</answer>", "action: 1", "0", "[5]")
 
 
+@pytest.mark.medium
 @each_case("name", PLAIN)
 async def test_no_action_is_dropped(name: str) -> None:
     await check_nothing_dropped(

@@ -57,6 +57,7 @@ def line(tmp_path: Path) -> list[str]:
     return ["validate", ENV, "--all", *kwargs, "--set", "success_from=0.5", "--out", str(tmp_path / "out")]
 
 
+@pytest.mark.medium
 def test_each_wrong_task_is_on_the_page_with_a_command_that_shows_it_again(line: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(app, [*line, "--page", str(page)])

@@ -62,6 +62,7 @@ def test_the_catalogue_is_large_and_varied() -> None:
     assert len(entries()) > 800 and len({(entry.repository, entry.breakage.edits) for entry in entries()}) > 800
 
 
+@pytest.mark.medium
 def test_every_task_has_what_it_needs() -> None:
     for entry in random.Random(2).sample(entries(), 200):
         task = task_of(entry, random.Random(0))
@@ -80,6 +81,7 @@ def test_levels_grow_harder() -> None:
         assert level_of(entry) == ("hard" if whole else "easy" if one_bug and many_fail else "medium")
 
 
+@pytest.mark.medium
 def test_nothing_shown_holds_the_solution() -> None:
     """The lines that a breakage took out stand in no file and no word that the policy gets."""
     for seed in range(60):
@@ -267,6 +269,7 @@ def test_it_keeps_the_contract() -> None:
     assert agentrl.check_env("agentrl/RepoRepair-v0", actions=actions).findings == ()
 
 
+@pytest.mark.medium
 async def test_it_also_plays_without_walls() -> None:
     """On a machine that has no sandbox, if its user says so."""
     verdicts = await play_oracles(lambda: RepoRepair(sandbox="local-unsafe"), 1)

@@ -74,6 +74,7 @@ def test_a_program_that_sleeps_is_not_starved() -> None:
     assert result.starved_s < 1.5
 
 
+@pytest.mark.medium
 def test_threads_that_take_processors_from_each_other_are_not_starved() -> None:
     """Seven threads on one processor: each waits most of the time, and the program has had all it may have."""
     before = os.sched_getaffinity(0)

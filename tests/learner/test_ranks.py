@@ -177,6 +177,7 @@ def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"), layers=2, kv_heads=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("tensor", "expert", "recomputed"), [(1, 2, False), (1, 2, True), (2, 1, False), (2, 2, True)])
 def test_the_gradients_of_a_mixture_are_those_of_one_rank_however_its_layers_are_cut(
     tensor: int, expert: int, recomputed: bool, two: Leader, mixture_dir: Path
@@ -234,6 +235,7 @@ def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
     assert_gradients_alike(others, weights, norm=way(weights, qwen3_dir))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("replayed", "plan", "rank"),
     [
@@ -299,6 +301,7 @@ def test_ranks_compute_the_prompt_of_a_mixture_once_each(
     assert other.tokens_distinct < 0.9 * one.tokens_distinct
 
 
+@pytest.mark.medium
 def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(two: Leader, tmp_path: Path) -> None:
     """Every linear layer has a bias too, which is added once."""
     folder = tiny_llama(tmp_path / "model", biases=True)
@@ -326,6 +329,7 @@ def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(t
     assert f"adding up {layer}" in names and not any("lora" in name or "base_layer" in name for name in names)
 
 
+@pytest.mark.medium
 def test_linear_layers_are_gathered_in_the_dtype_of_a_pass_and_no_bit_changes(
     two: Leader, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_512_ranks_send_what_a_hand_counts(apart: Apart, qwen3_dir: Path) -> Non
     assert sum(one.name.startswith("adding up the gradients of") for one in found) == 2 * LAYERS + 1
 
 
+@pytest.mark.medium
 def test_passes_in_bfloat16_gather_half_of_the_bytes_of_matrices_and_add_up_all_of_their_gradients(
     apart: Apart, qwen3_dir: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_passes_in_bfloat16_gather_half_of_the_bytes_of_matrices_and_add_up_all_
     assert {one.name: one.nbytes for one in found if one.kind == "reduce-scatter"} == added
 
 
+@pytest.mark.medium
 def test_tokens_go_to_experts_and_come_back(apart: Apart, tmp_path: Path) -> None:
     """Four ranks have an expert each; two of them share a pass, and each sends half of its tokens to two experts."""
     folder = mixture(tmp_path / "model", layers=2, kv_heads=2)

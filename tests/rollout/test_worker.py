@@ -360,6 +360,7 @@ class Stuck(agentrl.Env):
         return (said("on"), 0.0, False, False, {}) if self._steps < 3 else done()
 
 
+@pytest.mark.medium
 async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_be_started_anew(
     store: RunStore, worker: Callable[..., OfRun], mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

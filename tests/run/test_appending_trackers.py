@@ -187,6 +187,7 @@ def test_each_step_is_there_once_over_resumes_and_a_rollback_begins_a_run_with_a
     assert old.group == new.group != ""
 
 
+@pytest.mark.medium
 @TRACKERS
 def test_the_summary_and_the_curves_are_there_after_the_end(id: str, tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"

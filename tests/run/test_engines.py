@@ -249,6 +249,7 @@ async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobody
     assert await serves(engine) == 1, "whoever watches over it gives it the next"
 
 
+@pytest.mark.medium
 async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica: Start, second: ServedWeights) -> None:
     left_out = replace(
         second, base=SECOND, file=None
@@ -258,6 +259,7 @@ async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica
         await replica(left_out).up()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("when", ["before it is asked", "while it is asked"])
 async def test_the_learner_may_have_been_faster(
     when: str, replica: Start, second: ServedWeights, tmp_path: Path, monkeypatch: Any

@@ -61,6 +61,7 @@ def typed(*words: object) -> str:
     return result.output.strip()
 
 
+@pytest.mark.medium
 @each_case("kind", ["tied", "untied", "mixture"])
 @each_case("dtype", ["float32", "bfloat16"])
 def test_transformers_reads_the_trained_weights(kind: str, dtype: str, tmp_path: Path) -> None:

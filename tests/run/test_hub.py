@@ -101,6 +101,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_found(hub: str, tmp_path
     assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.medium
 def test_what_the_hub_lacks_or_nobody_answers_says_what_to_do(hub: str, tmp_path: Path) -> None:
     assert "the hub has no model 'somebody/none'" in fetched("somebody/none", tmp_path, hub)
     said = fetched("Qwen/Qwen3-0.6B", tmp_path, "http://127.0.0.1:9")

@@ -76,6 +76,7 @@ def test_a_supervisor_that_dies_or_hangs_is_started_again(
     assert "agentrl: the supervisor " in capfd.readouterr().err
 
 
+@pytest.mark.medium
 def test_one_that_is_reaped_just_before_the_signal_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_one_that_is_reaped_just_before_the_signal_is_started_again(
     assert (kept.status(), kept.started) == (0, 2)
 
 
+@pytest.mark.medium
 @each_case("status", [0, 1, 2, 130])
 def test_one_that_ends_on_purpose_is_not(status: int, tmp_path: Path) -> None:
     line = "Path(os.environ['AGENTRL_ERROR_FILE']).write_text('the run cannot go on')\n"
@@ -164,6 +166,7 @@ def test_it_gives_up_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
     assert kept.started == 6
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("life", "start_s"), [("time.sleep(600)", 0.5), (STANDS, 600.0)])
 def test_law_4_one_that_hangs_at_every_start_uses_up_the_restarts(
     life: str, start_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +181,7 @@ def test_law_4_one_that_hangs_at_every_start_uses_up_the_restarts(
     assert kept.started == 3
 
 
+@pytest.mark.medium
 def test_what_has_nothing_left_but_its_summary_is_not_taken_for_hung(tmp_path: Path) -> None:
     kept = Kept(tmp_path, "beat.retire()\ntime.sleep(1.5)", hang_s=0.5)
     assert (kept.status(), kept.started) == (0, 1)

@@ -240,6 +240,7 @@ def test_the_command_says_the_split_and_a_cost_only_for_a_given_price(file: Path
     assert float(cost) == pytest.approx(1000 * float(hours), rel=0.01)
 
 
+@pytest.mark.medium
 def test_what_cannot_fit_ends_with_exit_code_1(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(plan.GPUS, "h100", Gpu(memory_gb=1e-6, tflops=1, gb_per_s=1, bus_gb_per_s=1))
     monkeypatch.setattr(plan, "changes", lambda *_: iter(()))  # each is traced, and none helps
@@ -285,6 +286,7 @@ def test_a_learner_too_large_for_one_gpu_may_start_on_four(config: RunConfig, mo
     assert plan.refusal(shared, needs // 2) is not None
 
 
+@pytest.mark.medium
 def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(config: RunConfig) -> None:
     def of(tensor: int) -> RunConfig:
         parallel = config.train.parallel.model_copy(update={"ranks": tensor, "tensor": tensor})
@@ -346,6 +348,7 @@ def along(of_rank: MemoryBudget, whole: MemoryBudget, nodes: int) -> float:
     return found / (each * nodes)
 
 
+@pytest.mark.medium
 def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(config: RunConfig) -> None:
     parallel = config.train.parallel.model_copy(update={"ranks": 4, "context": 4})
     shared = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
@@ -387,6 +390,7 @@ def by_turns(config: RunConfig, **train: object) -> RunConfig:
     return RunConfig.model_validate(document)
 
 
+@pytest.mark.medium
 def test_by_turns_phases_have_the_gpu_in_turn_and_their_seconds_add_up(config: RunConfig) -> None:
     gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=0.1)
     turns = by_turns(config)
@@ -406,6 +410,7 @@ def test_by_turns_phases_have_the_gpu_in_turn_and_their_seconds_add_up(config: R
         plan.plan(turns, gpu, 2, WORK)
 
 
+@pytest.mark.medium
 def test_what_fits_one_gpu_only_by_turns_is_told_so_and_fits(config: RunConfig, file: Path) -> None:
     turns = by_turns(config)
     document = turns.model_dump(mode="json")
@@ -424,6 +429,7 @@ def test_what_fits_one_gpu_only_by_turns_is_told_so_and_fits(config: RunConfig, 
     assert code == 0 and "By turns: " in text and "wait in host memory" in text and "1, by turns" in text
 
 
+@pytest.mark.medium
 def test_turns_that_memory_cannot_hold_are_refused(config: RunConfig) -> None:
     turns = by_turns(config)
     assert plan.refusal(turns, 80 << 30, 64 << 30) is None

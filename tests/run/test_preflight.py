@@ -180,6 +180,7 @@ def test_a_template_that_refuses_every_first_message_is_one_line(model: Path) ->
         check_tasks(config(model))
 
 
+@pytest.mark.medium
 def test_tests_of_a_reward_source_have_a_box_and_their_command(tmp_path: Path) -> None:
     source = {"source": "t", "kind": "tests", "command": ["no-such-program"], "sandbox": "nowhere"}
     with pytest.raises(UsageError, match=r"reward source 't': no sandboxes id 'nowhere' is registered"):
@@ -233,6 +234,7 @@ def test_rewarders_that_cannot_be_called_with_an_episode_are_refused() -> None:
         check_limits(config(env={"id": f"{HERE}:Vowels", "reward": f"{HERE}:{name}"}))
 
 
+@pytest.mark.medium
 def test_an_evaluation_set_is_named_where_a_run_trains_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     check_tasks(config(eval={"sets": [{"name": "e", "id": f"{HERE}:Published"}]}))
     assert capsys.readouterr().err == ""
@@ -240,6 +242,7 @@ def test_an_evaluation_set_is_named_where_a_run_trains_on_it(capsys: pytest.Capt
     assert capsys.readouterr().err == (f"agentrl: warning: {HERE}:Published is trained on: its answers are published\n")
 
 
+@pytest.mark.medium
 def test_a_reset_that_never_ends_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     check_tasks(config(env="tests.run.envs:Hanging"), task_s=1.0)
     assert "seed 0, was not reset within 1 s" in capsys.readouterr().err

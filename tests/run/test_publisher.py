@@ -185,6 +185,7 @@ async def test_while_no_engine_takes_weights_the_learner_waits_for_them(
     assert fakes.versions() == ["1", "1", "2"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fail", [stop, die])
 async def test_engines_that_all_stay_away_end_the_wait_with_one_line(
     fail: Callable[[FakeVLLM], None],

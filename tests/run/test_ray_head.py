@@ -204,6 +204,7 @@ async def test_a_run_that_begins_waits_for_no_head(monkeypatch: pytest.MonkeyPat
         await join("10.0.0.1:6379", 300.0, again=None)
 
 
+@pytest.mark.medium
 def test_law_4_ctrl_c_ends_a_run_that_waits_for_a_head(tmp_path: Path) -> None:
     """Its parent takes this end for one on purpose, and does not start it again."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

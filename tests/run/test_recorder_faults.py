@@ -104,6 +104,7 @@ def test_a_fault_of_the_engine_costs_a_client_nothing(
     check(running.folder, read)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("api", APIS)
 def test_a_client_that_times_out_before_the_first_token_asks_again_and_gets_the_one_answer(
     fake: FakeVLLM, served: InThread, running: Running, api: str

@@ -185,6 +185,7 @@ def test_every_step_is_trained_again_bit_for_bit(
     assert taught == [0.0] * len(taught)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("algo", SEVERAL)
 def test_every_step_of_several_algorithms_is_trained_again_bit_for_bit(
     tmp_path: Path, model: Path, algo: dict[str, Any]
@@ -228,6 +229,7 @@ def test_shares_of_a_prioritised_order_are_replayed(tmp_path: Path, model: Path)
     assert retrain(run, 2).equal
 
 
+@pytest.mark.medium
 def test_one_wrong_number_in_the_journal_shows_with_its_tensors(
     tmp_path: Path, plain: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

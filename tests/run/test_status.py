@@ -248,6 +248,7 @@ def test_logs_show_the_last_lines_and_no_control_character(run: RunDir) -> None:
     assert isinstance(missing.exception, UsageError) and "it has: learner, worker-0" in str(missing.exception)
 
 
+@pytest.mark.medium
 def test_followed_logs_end_with_the_run_and_miss_nothing(run: RunDir) -> None:
     log = run.logs / "learner.log"
     log.write_text("before\n")

@@ -109,6 +109,7 @@ def test_a_fault_of_the_server_costs_a_client_nothing(tmp_path: Path, api: str, 
     check(running.folder, read)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("api", WITH_LITELLM)
 def test_a_client_that_times_out_at_a_slow_server_gets_the_one_answer(tmp_path: Path, api: str) -> None:
     server = TextServer(lacks={"tokens"}, faults=["hang"])

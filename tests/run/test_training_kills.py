@@ -179,6 +179,7 @@ class FullLog(CallLog):
         super().answer(call, answer, effects)
 
 
+@pytest.mark.medium
 def test_a_full_disk_is_waited_for_and_it_ends_as_if_there_had_been_space(
     tmp_path: Path,
     undisturbed: tuple[list[Any], dict[str, bytes]],

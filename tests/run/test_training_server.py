@@ -247,6 +247,7 @@ def test_samples_have_the_log_probs_that_the_trainer_computes(client: Any) -> No
         assert trained == pytest.approx(scored[1:], abs=1e-4)
 
 
+@pytest.mark.medium
 def test_the_reward_of_a_clients_own_loop_rises(client: Any) -> None:
     """Even tokens are rewarded: at first a quarter of what the model says."""
     from tinker import types

@@ -73,6 +73,7 @@ def test_a_reader_that_is_gone_is_not_missed() -> None:
     within_deadline(printing.close)
 
 
+@pytest.mark.medium
 def test_the_end_waits_for_a_slow_reader_and_not_for_one_that_never_reads(pipe: Pipe) -> None:
     printing = Unread(pipe.stream)
     printing.write("last words\n")
@@ -83,6 +84,7 @@ def test_the_end_waits_for_a_slow_reader_and_not_for_one_that_never_reads(pipe: 
     within_deadline(never.close)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("pipe", [True], indirect=True)
 def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
     row = {"outcome_mean": 0.5, "success_mean": 0.5, "lag_mean": 0.0, "lag_max": 0, "tokens_scored": 8}

@@ -95,6 +95,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     found.close()
 
 
+@pytest.mark.medium
 async def test_by_path_it_is_refused_with_the_mend(engine: Elsewhere) -> None:
     file = Weights(engine.learner / "refused").parcel().path
     async with aclosing(EngineClient(engine.url)) as client:
@@ -188,6 +189,7 @@ async def test_an_engine_that_joins_gets_the_current_version(engine: Elsewhere) 
     assert [path.name for path in (engine.store / "joins").glob("whole-*.full")]
 
 
+@pytest.mark.medium
 async def test_adapters_reach_it_by_their_bytes(engine: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its address is that of another machine, or of this one with other folders."""
     model = PolicyModel(FOLDER, adapter=Train(lora_rank=3))

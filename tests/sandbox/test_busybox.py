@@ -40,6 +40,7 @@ async def test_keeps_promise(docker_engine: str, busybox_image: str) -> None:
         await backend.aclose()
 
 
+@pytest.mark.medium
 async def test_the_tools_find_files(docker_engine: str, busybox_image: str) -> None:
     backend = Docker(image=busybox_image, base_url=docker_engine)
     files = {"src/a.py": b"x = 1\n", "src/a.txt": b"x = 2\n", "src/-b.py": b"x = 3\n"}

@@ -61,6 +61,7 @@ async def test_keeps_every_promise(room: str, backend: Docker) -> None:
     await keep(backend, ROOMS[room])
 
 
+@pytest.mark.medium
 async def test_runs_that_only_compute_are_forks_in_a_container(backend: Docker) -> None:
     """The image has no `_ctypes` on some machines: then nothing runs warm, and nothing breaks."""
     has_ctypes = await (await backend.create(SandboxSpec())).exec(["python3", "-I", "-S", "-c", "import _ctypes"])
@@ -128,6 +129,7 @@ def test_law_4_no_container_outlives_its_owner(docker_engine: str, after: str) -
             time.sleep(0.05)
 
 
+@pytest.mark.medium
 async def test_containers_of_dead_owners_are_reaped(docker_engine: str, backend: Docker) -> None:
     """What the engine did not clear away itself, the next owner on this host does; never what others own."""
     await backend.create()
@@ -204,6 +206,7 @@ while True:
 """
 
 
+@pytest.mark.medium
 async def test_law_3_a_process_cannot_stop_those_that_the_engine_starts(backend: Docker) -> None:
     """One that is stopped before it runs hangs the engine's calls, which looks like a host that failed."""
     box = await backend.create(SandboxSpec(files={"f": b"x"}))

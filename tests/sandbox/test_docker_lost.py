@@ -127,6 +127,7 @@ async def test_law_3_a_host_that_vanishes_under_a_command_takes_no_time_of_the_p
     await box.close()
 
 
+@pytest.mark.medium
 async def test_law_3_a_connection_that_breaks_under_a_command_gives_no_result(backend: Docker, wire: Proxy) -> None:
     box = await backend.create()
     async with trio.open_nursery() as nursery:

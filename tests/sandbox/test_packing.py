@@ -164,6 +164,7 @@ def test_a_packed_tree_beyond_its_bound_is_given_up_early(tmp_path: Path) -> Non
         tracemalloc.stop()
 
 
+@pytest.mark.medium
 def test_endless_entries_are_given_up_at_the_bound(tmp_path: Path) -> None:
     """A hundred thousand names of one empty file: cheap to make, and none of them is a byte long."""
     root = folder(tmp_path / "a")

@@ -163,6 +163,7 @@ async def test_a_box_that_is_closed_under_a_call_names_no_path(here: HereBackend
 # --- what is left
 
 
+@pytest.mark.medium
 def test_nothing_is_left_of_a_box_whose_owner_was_killed(tmp_path: Path) -> None:
     mark = f"mark{uuid.uuid4().hex}"
     program = f"""

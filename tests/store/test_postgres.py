@@ -475,6 +475,7 @@ class OnServer(StoreMachine):
         return found
 
 
+@pytest.mark.medium
 def test_law_2_the_store_is_its_model_through_any_crash(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnServer, "url", server.url)
     run_state_machine_as_test(OnServer, settings=settings(max_examples=4, stateful_step_count=40))

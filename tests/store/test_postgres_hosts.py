@@ -73,6 +73,7 @@ def test_a_host_whose_clock_is_ahead_claims_no_episode_twice(path: Path) -> None
     assert abs(ahead_s) < 5, "of the server, which is on this machine"
 
 
+@pytest.mark.medium
 def test_nor_does_its_lease_hold_for_longer_when_it_is_gone(path: Path) -> None:
     first, _ = claims(path, skew_s=600, lease_s=1.0)
     deadline = time.monotonic() + DEADLINE_S
@@ -122,6 +123,7 @@ async def nothing(_: Supervisor) -> None:
     await trio.lowlevel.checkpoint()
 
 
+@pytest.mark.medium
 def test_the_second_supervisor_of_a_run_is_refused_by_name_and_changes_nothing(
     folders: tuple[RunDir, RunDir], soon: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

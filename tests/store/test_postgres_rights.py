@@ -73,6 +73,7 @@ def url(server: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> str:
     return server[1]
 
 
+@pytest.mark.medium
 def test_a_run_needs_no_more_rights_than_those_that_the_page_grants(tmp_path: Path, url: str) -> None:
     path = tmp_path / ADDRESS
     with RunStore.create(path, "{}", url=url) as store:

@@ -31,6 +31,7 @@ async def test_shell_shows_output_and_status(box: Sandbox) -> None:
     assert (await shell.call({"command": "true"})).content == "[no output]"
 
 
+@pytest.mark.medium
 async def test_shell_timeout_is_a_result(box: Sandbox) -> None:
     result = await Shell(box, timeout_s=20).call({"command": "echo begun; sleep 60", "timeout": 2})
     assert result.content == "begun\n[ended after 2 s]" and result.is_error

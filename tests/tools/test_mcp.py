@@ -38,6 +38,7 @@ def named(tools: list[McpTool]) -> dict[str, McpTool]:
     return {tool.name: tool for tool in tools}
 
 
+@pytest.mark.medium
 async def test_stdio_tools_have_schemas_and_answer(server: McpServer) -> None:
     tools = named(await server.open())
     assert tools["add"].schema["description"] == "Add two numbers."
@@ -49,6 +50,7 @@ async def test_stdio_tools_have_schemas_and_answer(server: McpServer) -> None:
     assert result.is_error and "fail" in result.content
 
 
+@pytest.mark.medium
 async def test_law_4_server_dies_with_the_episode(server: McpServer) -> None:
     tools = named(await server.open())
     pid = int((await tools["pid"].call({})).content)

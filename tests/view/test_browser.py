@@ -191,6 +191,7 @@ def test_the_health_of_a_run_says_what_to_type_as_text(
     assert wrong == []
 
 
+@pytest.mark.medium
 def test_why_a_source_gave_its_score_stands_below_the_turn_as_text(browser: Any, tmp_path: Path) -> None:
     with RunStore.open(RunDir.create(tmp_path / "judged", parse(JUDGED)).store_path) as store:
         serve(store, 0)

@@ -139,6 +139,7 @@ BLIND = """async (address) => {
 }"""
 
 
+@pytest.mark.medium
 def test_a_name_that_is_pointed_here_reads_and_steers_nothing(browser: Any, tmp_path: Path) -> None:
     """DNS rebinding, by somebody who even has the token: Chromium itself takes the name for this machine."""
     run = make_run(tmp_path / "made")
@@ -164,6 +165,7 @@ class _Elsewhere(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.medium
 def test_a_page_of_another_origin_steers_nothing(browser: Any, tmp_path: Path) -> None:
     run, seen = make_run(tmp_path / "made"), list[tuple[str, int]]()
     with (

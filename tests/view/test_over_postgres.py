@@ -36,6 +36,7 @@ ASKED = (
 )
 
 
+@pytest.mark.medium
 @pytest.mark.postgres
 def test_the_answers_over_postgresql_are_those_over_the_file(tmp_path: Path) -> None:
     made = make_run(tmp_path / "file" / "made")

@@ -136,6 +136,7 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(tmp_path: Path) -> None
         Renderer(folder).demonstrated([message(picture(8, 8)), {"role": "assistant", "content": "a"}])
 
 
+@pytest.mark.medium
 def test_a_folder_whose_images_are_not_known_reads_none_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     folder = make_tiny_vision(tmp_path / "model")
     path = folder / "config.json"

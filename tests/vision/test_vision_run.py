@@ -110,6 +110,7 @@ def journal_is_the_learners(store: RunStore, model: Path) -> None:
     assert compared > 50
 
 
+@pytest.mark.medium
 def test_a_model_that_reads_no_images_is_refused_before_the_run_begins(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model = 'agentrl/tiny-coder': .*PictureGrid.* shows images: .*reads no"):
         Trainer(env="agentrl/PictureGrid-v0", config={"model": "agentrl/tiny-coder"}, out=tmp_path / "run").train()

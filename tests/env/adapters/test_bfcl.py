@@ -50,6 +50,7 @@ def results_of(env: BFCL, *made: ToolCall) -> list[str]:
     return [message["content"] for message in observation]
 
 
+@pytest.mark.medium
 def test_scores_are_those_of_the_packages_runner() -> None:
     answers = {category: sample(category, 8 if category in SINGLE else 4, seed=1) for category in (*SINGLE, *MULTI)}
     oracle = Oracle(answers)  # works while ours are played
@@ -164,6 +165,7 @@ def test_nothing_but_methods_with_literals_is_ever_called(tmp_path: Path) -> Non
     assert not reached.exists()
 
 
+@pytest.mark.medium
 def test_a_call_that_does_not_end_is_the_policys_and_the_episode_goes_on() -> None:
     env = BFCL("multi_turn_base", call_s=1.0)
     env.reset(options={"index": task_with("multi_turn_base", "MathAPI")})
@@ -262,6 +264,7 @@ def test_few_tasks_of_a_group_are_of_all_its_categories_and_no_task_comes_twice(
     assert 2 <= early.count("live_parallel") <= 4, "16 of 66 tasks are a quarter"
 
 
+@pytest.mark.medium
 def test_a_missing_package_is_one_line_with_its_remedy() -> None:
     program = "import sys; sys.modules['bfcl_eval'] = None; from agentrl.env.adapters.bfcl_package import main; main()"
     with subprocess.Popen(
@@ -277,6 +280,7 @@ def test_a_missing_package_is_one_line_with_its_remedy() -> None:
     )
 
 
+@pytest.mark.medium
 def test_a_replay_reads_the_same() -> None:
     written = [answer for category in MULTI for answer in sample(category, 3, seed=5)]
     seen: list[list[Any]] = [[], []]

@@ -115,6 +115,7 @@ async def test_blackjack_is_played_to_its_end():
     assert results >= {-1.0, 1.0}
 
 
+@pytest.mark.medium
 @each_case("cls", [FrozenLake, Taxi, Blackjack])
 def test_passes_the_checker(cls):
     assert agentrl.check_env(cls).findings == ()

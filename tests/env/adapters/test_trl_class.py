@@ -291,6 +291,7 @@ async def test_reward_functions_of_trl_judge_beside_the_class():
         TrlEnv(Safe, reward_funcs=of_environment, reward_weights=[1.0, 2.0])
 
 
+@pytest.mark.medium
 def test_a_class_without_a_reward_is_refused_unless_the_run_has_a_rewarder(tmp_path):
     from agentrl import config as configuration
     from agentrl.run.preflight import check_tasks

@@ -25,6 +25,7 @@ def plugins(monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
+@pytest.mark.medium
 async def test_an_episode_in_its_own_harness_with_its_own_rewards():
     async with Verifiers("vf_sums", tasks=6) as env:
         observation, _ = await env.areset(seed=0, options={"index": 4})
@@ -38,6 +39,7 @@ async def test_an_episode_in_its_own_harness_with_its_own_rewards():
         assert info["outcome"] == 1.5 and info["success"]
 
 
+@pytest.mark.medium
 async def test_episodes_that_begin_at_once_share_what_belongs_to_an_event_loop():
     """The harness of verifiers is installed under a lock of the module: whoever comes second waits for it."""
     outcomes = []
@@ -54,6 +56,7 @@ async def test_episodes_that_begin_at_once_share_what_belongs_to_an_event_loop()
     assert outcomes == [1.0] * 4
 
 
+@pytest.mark.medium
 async def test_our_environment_in_their_hands_and_back_again():
     async with Verifiers("vf_calculator", tasks=10) as env:
         observation, _ = await env.areset(seed=0, options={"index": 3})

@@ -515,6 +515,7 @@ for pid in killed_after_each_call(lambda: trio.run(main), MAKING | {"_accept"}):
 """
 
 
+@pytest.mark.medium
 def test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_instant():
     """Killed after each folder and process that it made, and when the program first asks."""
     marker = f"4325.{os.getpid()}"
