@@ -49,7 +49,7 @@ class Branches:
 
     @classmethod
     def of(cls, turns: Iterable[tuple[Conversation, Reply]]) -> Branches:
-        """Those of an episode that was played so far."""
+        """Collect the branches of an episode that was played so far."""
         branches = cls()
         for conversation, reply in turns:
             if branches._replies:
