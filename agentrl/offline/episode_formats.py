@@ -349,8 +349,8 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
             if played_turn.parent is None:
                 parent_node = add(previous_step.history, None, played_turn.started_s)
             else:  # other conversations took turns in between
-                news = previous_step.observation
-                parent_node = add(news, turn_nodes[played_turn.parent], played_turn.started_s)
+                new_messages = previous_step.observation
+                parent_node = add(new_messages, turn_nodes[played_turn.parent], played_turn.started_s)
         token_count = len(played_turn.token_ids)
         message_nodes.append(
             {

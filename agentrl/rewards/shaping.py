@@ -40,7 +40,7 @@ class Shaping:
 
     potential: Callable[[Trajectory], Awaitable[float]]
     gamma: float = 1.0
-    known: ScoreCache[float] = field(default_factory=lambda: ScoreCache[float]())
+    potentials: ScoreCache[float] = field(default_factory=lambda: ScoreCache[float]())
 
     async def __call__(self, seen: Trajectory) -> float:
         seen_turns, acting_role = seen.turns, seen.turns[-1].role
@@ -58,10 +58,10 @@ class Shaping:
     async def _potential_of(self, seen: Trajectory, turns: int) -> float:
         """The potential after so many turns, as the user's function gives it: called once for each state."""
         earlier_state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
-        potential_value = self.known.get(earlier_state)
+        potential_value = self.potentials.get(earlier_state)
         if potential_value is None:
             potential_value = await self.potential(earlier_state)
-            self.known.keep(earlier_state, potential_value)
+            self.potentials.keep(earlier_state, potential_value)
         return potential_value
 
 

@@ -80,10 +80,10 @@ class Branches:
         for count in range(len(messages), 0, -1):
             if (turn := self._places.get(places[count])) is not None:
                 self._followed = turn
-                news = _copied(with_tool_names(messages[count:], self._replies[turn]))
+                new_messages = _copied(with_tool_names(messages[count:], self._replies[turn]))
                 if turn == len(self._replies) - 1:
-                    return news, {}
-                return news, {"history": list(_copied(messages)), "continues": turn}
+                    return new_messages, {}
+                return new_messages, {"history": list(_copied(messages)), "continues": turn}
         return (), {"history": list(_copied(messages)), "branch": self._edge(conversation, places[-1])}
 
     def _edge(self, conversation: Conversation, place: bytes) -> Json:

@@ -77,7 +77,7 @@ def _before_stops(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop text, and without an end that may become one."""
     for stop_text in stops:
         text = text.partition(stop_text)[0]
-    held = max(
+    held_chars = max(
         (
             count
             for stop_text in stops
@@ -86,4 +86,4 @@ def _before_stops(text: str, stops: Sequence[str]) -> str:
         ),
         default=0,
     )
-    return text[: len(text) - held]
+    return text[: len(text) - held_chars]

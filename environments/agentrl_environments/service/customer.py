@@ -50,7 +50,7 @@ TOPICS: Final[Mapping[str, re.Pattern[str]]] = {
     "day": re.compile(r"\b(?:which|what) (?:\w+ )?(?:day|date)\b|\bwhen (?:would|do|should|will)\b"),
     "days": re.compile(r"\bhow (?:long|many days)|\bnumber of days"),
 }
-"""What an agent may want to know, as it stands in plain text."""
+"""Words by which a question of the agent is known to ask for a fact of the customer."""
 
 _REFUSES: Final = re.compile(
     r"\b(?:can ?not|can't|unable|won't|decline|refuse|impossible|unavailable|fully booked|no exceptions?"
